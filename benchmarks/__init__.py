@@ -1,1 +1,1 @@
-"""Every number in README.md and docs/ that is not printed by a run has its command here."""
+"""Programs that measure: README.md and docs/ name them beside the figures that they print."""

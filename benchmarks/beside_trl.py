@@ -1,17 +1,23 @@
 """
-Fine-tuning beside TRL's SFTTrainer: the same weights and batches; losses, gradient norms, tokens/s, peak memory.
+How does fine-tuning here compare with TRL's SFTTrainer? Both start from the same weights and train on the same batches,
+and this compares losses, gradient norms, tokens/s and peak memory.
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 peft
     python benchmarks/beside_trl.py --init_from=real/smollm2 --dataset=gsm8k --trl_python=peer/bin/python
     python benchmarks/beside_trl.py ... --steps=6 --dtypes bfloat16 --parts lora --threads 2
 
-Ours is the command `python train_ddp.py --init_from=... --dataset=...`. TRL gets the batches of that run as tensors:
-packed, the sequences of a batch behind each other in one row whose positions begin anew with every conversation, which
-is how TRL packs; and padded, with the same conversations one in a row, as TRL does by itself. LoRA begins in TRL with
-our first matrices. Both have fp32 weights, autocast for bfloat16, fused AdamW, and no recomputation.
+The first line makes an environment for TRL. docs/real_model.md shows the commands that make real/smollm2 and the
+dataset gsm8k.
 
-Each of --rounds runs all of them, each a process, in an order that turns round; a ratio is taken within a round.
-Tokens are those of conversations, without padding. The time of a step is its median without the first two.
+Our side is the command `python train_ddp.py --init_from=... --dataset=...`. TRL gets the batches of that run as
+tensors, in two ways. `packed` puts all sequences of a batch into one row, in which positions start again at 0 with each
+conversation; this is how TRL packs. `padded` gives each of the same conversations a row of its own, as TRL does by
+default. With LoRA, TRL starts from our initial A matrices. Both sides have fp32 weights, autocast for bfloat16, fused
+AdamW, and no recomputation.
+
+In each of --rounds, every way runs once in a process of its own, and every other round goes through them in reverse
+order; a ratio is taken within a round. Tokens are those of the conversations, without padding. The tokens/s of a run
+are the median over its steps without the first two.
 """
 
 import argparse
@@ -35,8 +41,8 @@ TARGETS = 'q_proj k_proj v_proj o_proj gate_proj up_proj down_proj'.split()
 
 
 def packed_row(x, y, starts):
-    """A batch of packed sequences as one row of TRL's. Its loss shifts labels by itself: so each sequence gets a token
-    more, behind which nothing is predicted."""
+    """A batch of packed sequences as one row for TRL. TRL's loss shifts the labels itself, so each sequence gets its
+    last target as one more token, after which nothing is predicted."""
     import torch
 
     rows = []
@@ -52,7 +58,7 @@ def packed_row(x, y, starts):
 
 
 def padded_rows(chats):
-    """Conversations [(inputs, targets)], one in a row."""
+    """Conversations [(inputs, targets)] as a padded batch, with one conversation per row."""
     import torch
 
     pad = torch.nn.utils.rnn.pad_sequence
@@ -64,7 +70,7 @@ def padded_rows(chats):
 
 
 def train_with_trl(folder, work, way, part, dtype, out):
-    """Write {'loss': [of each step], 'norm', 'seconds', 'peak_mb'} to the file `out`."""
+    """Train, and write {'loss', 'norm', 'seconds': a number per step each, 'peak_mb'} to the file `out`."""
     import torch
     import transformers
     from trl import SFTConfig, SFTTrainer
@@ -128,7 +134,8 @@ def train_with_trl(folder, work, way, part, dtype, out):
 
 
 def write_work(arguments, part, path):
-    """The batches of train_ddp.py's run, and LoRA's first matrices, for TRL; returns tokens per step."""
+    """Write the batches of train_ddp.py's run and LoRA's initial A matrices to `path`; returns the tokens of each
+    step."""
     import torch
 
     import data

@@ -1,11 +1,13 @@
 """
-What an outer step costs besides the exchange: time of its computing, and memory. One replica, no link, on a CPU.
+What does an outer step of DiLoCo cost besides the exchange? The time of its arithmetic and its memory, on a CPU, with
+one replica and no link.
 
     python benchmarks/diloco_round.py                                         # about 25 million parameters
     python benchmarks/diloco_round.py --numbers=100_000_000 --rounds=5
 
-Each round times an outer step (differences, update, restart of the parameters), and the same arithmetic as one pass of
-torch._foreach_* over whole tensors, in an order that changes from round to round; a ratio is taken within a round.
+Each round times an outer step (the pseudo-gradient, the update, and resetting the parameters to the result) and, beside
+it, the same arithmetic as one pass of torch._foreach_* over whole tensors. Which of the two goes first alternates, and
+a ratio is taken within a round.
 """
 
 import argparse
@@ -27,7 +29,7 @@ LR, MOMENTUM = 0.7, 0.9
 
 
 def make_parameters(numbers):
-    """{name: parameter} like those of a model: an embedding of a sixth, and blocks of matrices and vectors."""
+    """{name: parameter} as in a model: a sixth of the numbers in an embedding, the rest in blocks."""
     width = 64 * max(1, round((numbers / 100) ** 0.5 / 64))
     shapes = {'embed': (numbers // 6 // width, width)}
     blocks = (numbers - numbers // 6) // (12 * width**2 + 2 * width) or 1
@@ -53,7 +55,7 @@ def outer_step(theta, pseudo_gradient, momentum):
 
 
 def plain_pass(parameters, anchors, momenta):
-    """The same arithmetic over all tensors at once; it holds every difference."""
+    """The same arithmetic over all tensors at once, which needs memory for all differences at the same time."""
     deltas = torch._foreach_sub(anchors, parameters)
     torch._foreach_mul_(momenta, MOMENTUM)
     torch._foreach_add_(momenta, deltas)
@@ -85,7 +87,7 @@ def main():
     numbers = sum(parameter.numel() for parameter in parameters.values())
     without = resident('VmRSS')
     outer = diloco.Outer(parameters, outer_step, dist.group.WORLD, inner_steps=1, bucket=arguments.bucket)
-    outer.fragments[0].momentum.zero_()  # zeros are no memory until something writes them
+    outer.fragments[0].momentum.zero_()  # a new tensor of zeros takes no memory until something is written to it
     with_states = resident('VmRSS')
     forget_peak()
     outer.send(outer.fragments[0], 1)

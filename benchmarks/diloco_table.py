@@ -1,16 +1,19 @@
 """
-DiLoCo's relatives at equal tokens: which loss for how many bytes, each with the best learning rate of a grid.
+Which loss do DiLoCo and its relatives reach for how many bytes, at equal tokens? Each with the best learning rate of a
+grid.
 
     python benchmarks/diloco_table.py --data_dir=data                                    # the table: some hours
     python benchmarks/diloco_table.py --short --rates=1e-3 --seeds=1 --folder=out/short  # random tokens, 2 minutes
 
-Each method trains the model of config/quickstart.py on two ranks. The exception is `alone`, what you have without a
-network: one rank with its half of each batch. Learning rates are tried with the first seed, and the best one with the
-others. A line is added to results.jsonl in the folder when a run has ended, so the same command goes on where it was
-stopped. The folder is for one --steps and model: what differs goes into another.
+The first command needs stdlib-bpe2048 in data_dir (python prepare_data.py); the table of docs/log.md comes from the
+same with --steps=400 --inner_steps=10. Each method trains the model of config/quickstart.py on two ranks, except for
+`alone`: one rank with its half of each batch, which is what you have without a network. All learning rates are tried
+with the first seed, and then the best one with the other seeds. When a run has ended, a line is added to results.jsonl
+in --folder, so the same command goes on where it was stopped. A line says neither how many steps the run had nor which
+model, so runs that differ in these need a --folder of their own.
 
-Bytes are those that both hosts' interfaces sent, headers included: the ranks are on two hosts with an unshaped cable
-between them, see slow_link.py. Where that cannot be had, the table has no bytes, and says why.
+Bytes are what the network interfaces of both hosts sent, headers included: the two ranks are on two hosts with an
+unshaped cable between them, see slow_link.py. Where that cannot be had, the table has no bytes, and a line says why.
 """
 
 import argparse
@@ -26,10 +29,12 @@ sys.path.insert(0, str(REPO))
 from benchmarks.runs import TINY_SYNTHETIC, column, run_script
 from benchmarks.slow_link import NoSlowLink, RowWatch, SlowLink
 
-NESTEROV = ['--outer_lr=0.7', '--outer_momentum=0.6']  # docs/log.md: 0.6 for the 40 rounds of 800 steps
+# 800 steps with 20 inner steps are 40 rounds, and with so few an outer momentum of 0.6 did far better than 0.9
+# (docs/log.md: "an outer momentum of 0.9 is far too much for short runs").
+NESTEROV = ['--outer_lr=0.7', '--outer_momentum=0.6']
 TWO = ['--num_replicas=2', *NESTEROV]
 AVERAGE = ['--num_replicas=2', '--outer_lr=1', '--outer_momentum=0']
-METHODS = {  # name -> script, keys; those of DiLoCo also get inner_steps
+METHODS = {  # name -> script, keys; train_diloco.py also gets inner_steps
     'ddp': ('train_ddp.py', []),
     'ddp-muon': ('train_ddp.py', ['--optimizer=muon']),
     'alone': ('train_ddp.py', ['--global_batch_size=4', '--batch_size=4', '--eval_iters=220']),  # half of 8 x 110
@@ -47,7 +52,7 @@ def train(method, rate, seed, arguments):
     """One run: {'method', 'rate', 'seed', 'val_loss', 'wire': bytes that both hosts sent per step, or None}."""
     script, of_method = METHODS[method]
     out_dir = Path(arguments.folder) / f'{method}_{rate:g}_{seed}'
-    shutil.rmtree(out_dir, ignore_errors=True)  # of a run that was stopped: its bytes are lost
+    shutil.rmtree(out_dir, ignore_errors=True)  # left by a run that was stopped: its counts of bytes are lost
     H = arguments.inner_steps
     keys = TINY_SYNTHETIC if arguments.short else ['config/quickstart.py', f'--data_dir={arguments.data_dir}']
     keys = [*keys, f'--learning_rate={rate}', f'--seed={seed}', f'--max_iters={arguments.steps}', f'--log_interval={H}']
@@ -63,7 +68,7 @@ def train(method, rate, seed, arguments):
                 watch = RowWatch(link, out_dir)
                 link.run(script, *keys, timeout=7200, meanwhile=watch)
             rounds = sorted(step for step in watch.seen if step % H == 0)[:-1]  # the last one evaluates, too
-            wire = 2 * watch.bytes_per_step(rounds[0], rounds[-1])  # of both hosts
+            wire = 2 * watch.bytes_per_step(rounds[0], rounds[-1])  # both hosts together; it returns their mean
     except NoSlowLink as reason:
         print(f'no bytes: {reason}')
         run_script(script, *keys, nproc=2, timeout=7200)
@@ -73,7 +78,7 @@ def train(method, rate, seed, arguments):
 
 
 def table(results):
-    """Lines of text: the best rate of each method, its loss over the seeds, its bytes, and all rates of the grid."""
+    """Lines of text: for each method its best rate, the loss of that over the seeds, its bytes, and the whole grid."""
     lines, ddp_wire = [], None
     lines.append(
         f'{"":16}{"rate":>8}{"val loss":>10}{"min":>8}{"max":>8}{"seeds":>6}{"kB per step":>13}{"share":>8}  grid'
@@ -88,7 +93,7 @@ def table(results):
         ddp_wire = statistics.mean(wire) if method == 'ddp' and wire else ddp_wire
         sent = f'{statistics.mean(wire) / 1000:13.1f}' if wire else f'{"-":>13}'
         share = f'{statistics.mean(wire) / ddp_wire:8.2%}' if wire and ddp_wire else f'{"-":>8}'
-        first = {row['rate']: row['val_loss'] for row in reversed(rows)}  # with the first seed
+        first = {row['rate']: row['val_loss'] for row in reversed(rows)}  # the first seed's
         grid = ', '.join(f'{rate:g} {first[rate]:.3f}' for rate in sorted(first))
         at_edge = len(first) > 1 and best in (min(first), max(first))
         lines.append(
@@ -99,7 +104,7 @@ def table(results):
 
 
 def best_rate(rows):
-    """Of a method's rows, by the first seed, the one that all rates have."""
+    """The learning rate that was best with the first seed, the only seed for which all rates have been tried."""
     tried = [row for row in rows if row['seed'] == rows[0]['seed']]
     return min(tried, key=lambda row: row['val_loss'])['rate']
 

@@ -1,11 +1,12 @@
 """
-One run that changes its layout in mid-run, again and again, beside the same run left alone: are the losses the same?
+Does a run keep its losses when its layout changes again and again? Draws such a run on the same run left alone.
 
     python benchmarks/draw_layouts.py --run      # some minutes on 2 cores; writes docs/layouts.json, then draws
     python benchmarks/draw_layouts.py            # draws assets/layouts_light.svg and assets/layouts_dark.svg from it
 
-The model of config/quickstart.py in fp32. Every leg is a script of its own, which resumes the checkpoint that the one
-before has left in out_dir. The run left alone is one process.
+Both train the model of config/quickstart.py in fp32, on stdlib-bpe2048 (python prepare_data.py). One consists of seven
+legs: each leg is another script or another layout, and resumes the checkpoint that the leg before has left in out_dir.
+The other is one process from the first step to the last.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def train(folder, data_dir, steps_per_leg):
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 LEFT, RIGHT = 70, 578
-LOSSES, BARS, DIFFERENCES = (76, 312), 344, (634, 722)  # from where to where on the page; a bar takes 34
+LOSSES, BARS, DIFFERENCES = (76, 312), 344, (634, 722)  # y on the page: top and bottom; of bars, 34 each, the top
 DECADES = (-9, -7, -5)  # equal losses are drawn at the lowest
 RAISED = str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹')
 

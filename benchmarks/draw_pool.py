@@ -1,11 +1,11 @@
 """
-Draw a pool of DiLoCo replicas over time, from its journal: who trained, waited, was away, and how much was trained.
+Draws a pool of DiLoCo replicas over time: when each job trained, waited or was away, and how much the pool has trained.
 
     python tests/pool_storm.py --kills=6 --seeds=1 --step_s=0.3 --pause=7 --folder=out/storm
     python benchmarks/draw_pool.py out/storm/storm_1/* --output=assets/pool.png
 
-One row per out_dir. The journal of any job, rounds.jsonl, tells of all of them; of those given the longest is read. Its
-times are those that each job's own clock said.
+There is one row for each out_dir. The journal of any job, rounds.jsonl in its out_dir, describes the whole pool, so
+only the longest of those given is read. The times in it come from the jobs' own clocks.
 """
 
 import argparse
@@ -25,17 +25,19 @@ def read_journal(out_dirs):
 
 
 def lanes_of(rounds):
-    """{out_dir: {kind: [(from, to), ...], mark: [when, ...]}}, in seconds since the pool's first claim.
+    """({out_dir: {kind: [(from, to), ...], mark: [when, ...]}}, time of the pool's first claim); times in the
+    dictionary are seconds since that claim.
 
-    Between what a job gave and its next claim it waited. A job that held a claim in a round and gave nothing in time is
-    drawn as lost from the outer step before to that round's: nobody knows since when. It has been killed if no round
-    tells of it afterwards. From there to the claim of the next job in that out_dir, it was away.
+    A job waits from giving its delta until its next claim. If it held a claim in a round and gave nothing in time,
+    nobody knows since when it was gone, so it is drawn as lost from the outer step before to the one of that round, and
+    as killed if no later round mentions it. From then until the next job in the same out_dir makes a claim, the row is
+    drawn as away.
     """
     zero = min(delta['began'] for commit in rounds for delta in commit['deltas'])
     place_of = {delta['job']: delta['out_dir'] for commit in rounds for delta in commit['deltas']}
     lanes = {place: {kind: [] for kind in (*COLOURS, *MARKS)} for place in sorted({*place_of.values()})}
     lasts = {entry['job']: commit['round'] for commit in rounds for entry in (*commit['deltas'], *commit['lost'])}
-    seen, busy_until, before = set(), {}, 0.0  # jobs; of each out_dir, until when its row is drawn
+    seen, busy_until, before = set(), {}, 0.0  # jobs; {out_dir: until when its row is drawn}; the outer step before
     for commit in rounds:
         closed = commit['time'] - zero
         for delta in commit['deltas']:
@@ -61,7 +63,7 @@ def lanes_of(rounds):
             lane['lost'].append((began, closed))
             if (
                 lasts[lost['job']] == commit['round'] < len(rounds) - 2
-            ):  # in the last ones, not all have something to do
+            ):  # in the last rounds there is not work for every job
                 lane['killed'].append(closed)
             busy_until[place] = closed
         before = closed

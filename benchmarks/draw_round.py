@@ -1,10 +1,11 @@
 """
-Draw one round of DiLoCo as it was measured: when a replica computes, when the link is busy, when the replica waits.
+Draws one round of DiLoCo as it was measured: when a replica computes, when the link is busy, when the replica waits.
 
     python benchmarks/slow_link.py --cases=diloco-20,streaming-20 --links=100 --out_dir=out/links ...
     python benchmarks/draw_round.py out/links/diloco-20-100.0 out/links/streaming-20-100.0 --output=assets/round.png
 
-Lengths are means over the rounds of metrics.jsonl after the first: of an inner step, of an exchange and of the waiting.
+The first command needs Linux and root. An inner step, an exchange and the waiting are drawn as long as they were on
+average in metrics.jsonl, over all rounds but the first.
 """
 
 import argparse
@@ -21,7 +22,7 @@ COLOURS = {'inner step': '#0072B2', 'exchange': '#E69F00', 'waiting': '#D55E00'}
 
 
 def measured(out_dir):
-    """(keys of the run, seconds of an inner step, of a round's exchanges, and waited for in a round)."""
+    """(keys of the run; seconds of an inner step, of a round's exchanges, and of the waiting in a round)."""
     keys = checkpoint.read_state(sorted(Path(out_dir, 'checkpoints').glob('step_*'))[-1])['config']
     rows = [row for row in metrics(out_dir) if 'diloco/wait_s' in row and row['step'] > keys['inner_steps']]
     step = statistics.fmean(row['time/total'] - row.get('time/outer', 0) for row in rows if 'time/total' in row) / 1000

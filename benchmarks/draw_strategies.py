@@ -1,5 +1,5 @@
 """
-Pictures of the strategies, drawn from what the code itself says: who holds what, what is done when, what fits.
+Draws pictures of the strategies from what the code itself computes: who holds what, who does what when, what fits.
 
     python benchmarks/draw_strategies.py                # all; each as assets/NAME_light.svg and assets/NAME_dark.svg
     python benchmarks/draw_strategies.py placements     # who holds which part of the model (benchmarks/placements.py)
@@ -28,8 +28,8 @@ NAMES = ['placements', 'timelines', 'memory', 'bytes']
 
 def rectangles(masks):
     """
-    (x, y, width, height) of what is True in the matrices of a model, which stand side by side in a square of side 1:
-    each as wide as it has elements, so that areas are shares of the model.
+    [(x, y, width, height)] that cover what is True in the matrices of a model. The matrices stand side by side in a
+    square of side 1, and the width of each is its share of the elements, so that areas are shares of the model.
 
     masks: {name: boolean array of rows and columns}, in the model's order.
     """
@@ -51,7 +51,7 @@ def rectangles(masks):
                     found.append((first / rows, (row - first) / rows, across, (end - begin) / columns * width))
             first = row
         left += width
-    merged = []  # what touches its left neighbour, and is as high
+    merged = []  # a rectangle that touches its left neighbour and is as high becomes one with it
     for y, height, x, width in sorted(found):
         if merged and merged[-1][:2] == (y, height) and abs(merged[-1][2] + merged[-1][3] - x) < 1e-9:
             x, width = merged[-1][2], merged.pop()[3] + width
@@ -61,7 +61,7 @@ def rectangles(masks):
 
 def draw_placements(found, theme):
     """found: {strategy: [Held of each rank]}."""
-    panel, high, across, down = 66, 26, 7, 6  # of a box, and between two
+    panel, high, across, down = 66, 26, 7, 6  # width and height of a box, and the distances between two
     column, row, top = 310, 150, 92
     colours = {'weights': (theme.blue, theme.blue2), 'gradients': (theme.orange, theme.orange2)}
     colours['moments'] = (theme.green, theme.green2)
@@ -128,7 +128,7 @@ def draw_timelines(found, theme):
             for kind, colour in colours.items():
                 own = [(begin, end) for where, what, begin, end in bars if (where, what) == (lane, kind)]
                 places = [(x(1000 * begin), x(1000 * end)) for begin, end in own]
-                # a line between neighbours, which the eye needs to count them
+                # a gap between neighbours, so that one can count them
                 drawing.boxes([(a, above, max(b - a - 0.7, 0.5), high) for a, b in places], colour)
             above += high + down
         above += 6
@@ -187,7 +187,7 @@ def held_gb():
 
 def draw_memory(found, theme):
     """found: held_gb()."""
-    left, right, top, row = 128, 486, 96, 25  # what is cut off at the right has its number there
+    left, right, top, row = 128, 486, 96, 25  # bars are cut off at the right, and their numbers stand behind them
     colours = dict(zip(PARTS, (theme.blue, theme.orange, theme.green, theme.quiet), strict=True))
     most = 120  # GB at the right end
     x = pictures.scale(0, most, left, right)
@@ -230,7 +230,7 @@ def draw_memory(found, theme):
 # --- WHAT TRAVELS, FOR WHICH LOSS -------------------------------------------------------------------------------------
 
 DATA = REPO / 'docs' / 'loss_by_bytes.json'
-# Where a name stands beside its point: x and y in units of the page, and which end of it is there.
+# Where a name stands: x and y from its point, in units of the page, and which end of the name is there.
 PLACES = {
     'DDP': (-4, 36, 'middle'), 'DDP, Muon': (-4, 30, 'middle'), 'DiLoCo': (12, -12, 'start'), 'MuLoCo': (-14, 7, 'end'),
     'DiLoCo, int4': (6, -20, 'middle'), 'SparseLoCo, a quarter': (-8, 44, 'middle'), 'SparseLoCo, 3%': (16, 7, 'start'),

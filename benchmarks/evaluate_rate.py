@@ -1,5 +1,6 @@
 """
-Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip install lm_eval` (0.4.13).
+Does evaluate.py give the same numbers as lm-evaluation-harness, and how fast is it beside it? Needs
+`pip install lm_eval` (0.4.13).
 
     python benchmarks/evaluate_rate.py models/gpt2                          # a task of 300 items from Python's sources
     python benchmarks/evaluate_rate.py models/gpt2 --tasks=tasks/piqa.jsonl --num_fewshot=2
@@ -7,14 +8,15 @@ Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip 
     python benchmarks/evaluate_rate.py models/mine --run=out/mine           # models/mine is the export of out/mine
     python benchmarks/evaluate_rate.py llama --random --edges --rounds=0    # a class of transformers, random weights
 
---edges: every fifth context is empty, every fifth longer than the model sees. --random: llama puts BOS before a text,
-qwen2 and gpt_neox do not; each has a BPE of 2,048 tokens.
+Both compute in float32 on the CPU with the same batch size: lm_eval with its `hf` model on the folder, evaluate.py on
+the folder, or with --run on the run that it was exported from. First the log-likelihoods of all requests are compared,
+and the scores; for tasks with prompts, the answers that both write. Then both are timed in turns on the first task,
+with tokenizing and without loading, and the median of the ratios within a round is what counts (--rounds=0: no timing).
 
---chat: each item is a message (--apply_chat_template of both). Of prompts the texts are compared that are written.
-
-Both compute in float32 on the CPU with the same batch size: lm_eval's `hf` model on the folder, evaluate.py on the
-folder, or on the run that it was exported from. First the log-likelihoods of all requests are compared, and the scores.
-Then both are timed in turns, tokenizing included, loading not; the median of the ratios within a round is what counts.
+--random makes a small model of the class that is named. Each class gets a BPE of 2,048 tokens; llama's tokenizer puts
+BOS before a text, those of qwen2 and gpt_neox do not. --edges makes every fifth context of the task from Python's
+sources empty, and every fifth longer than the window of that model. --chat gives each item to the model as a message
+(--apply_chat_template of both programs).
 """
 
 import argparse
@@ -32,7 +34,7 @@ os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
 from benchmarks.runs import run_script
 
-# A task of ours as lm_eval reads it; what differs by form stands in FORMS.
+# One of our tasks as lm_eval reads it; FORMS has the lines that depend on the form of its items.
 YAML = """
 task: {name}
 dataset_path: json
@@ -64,7 +66,8 @@ CLASSES = {'llama': 'LlamaConfig', 'qwen2': 'Qwen2Config', 'gpt_neox': 'GPTNeoXC
 
 
 def make_model(folder, kind):
-    """A model of transformers with random weights, large enough that logits differ, for 256 tokens at once."""
+    """Write a small transformers model with a window of 256 tokens and a tokenizer. Its weights are random, and large
+    enough that logits differ."""
     import tokenizers
     import torch
     import transformers
@@ -94,8 +97,8 @@ def python_sources():
 
 
 def make_task(path, n_items, edges=False, seed=1):
-    """Which four lines come next? Of Python's sources, with the sizes of HellaSwag: 300 characters, choices of 120.
-    edges: every fifth context has none, every fifth 3,000."""
+    """Write a task: which of four stretches of Python's sources comes next? Sizes are about HellaSwag's, contexts of
+    300 characters and choices of 120. edges: every fifth context has no character, and every fifth has 3,000."""
     texts = python_sources()
     draws, rows = random.Random(seed), []
 
@@ -116,7 +119,7 @@ def make_task(path, n_items, edges=False, seed=1):
 
 
 def settings_of_prompts(row):
-    """What lm_eval's task says of how answers end and are judged: by gsm8k's filters."""
+    """What lm_eval's task has to say about how answers end and how they are judged, which is by gsm8k's filters."""
     from evaluation import rules, tasks
 
     ignored = [pattern.pattern for pattern in rules.IGNORED]
@@ -130,7 +133,8 @@ def settings_of_prompts(row):
 
 
 def harness_results(lm, path, num_fewshot=0, limit=None, chat=False):
-    """(scores, [[(nats, greedy), ...] of each item]) of a task in a file, by lm_eval; of prompts the texts."""
+    """(scores, [[(nats, greedy), ...] of each item]) that lm_eval finds for the task in a file; a task with prompts has
+    the written texts in place of the pairs."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -150,19 +154,19 @@ def harness_results(lm, path, num_fewshot=0, limit=None, chat=False):
         manager = TaskManager(include_path=folder, include_defaults=False)
         options = {'log_samples': True, 'bootstrap_iters': 0, 'limit': limit, 'apply_chat_template': chat}
         answer = lm_eval.simple_evaluate(model=lm, tasks=[name], task_manager=manager, **options)
-    samples = {sample['doc_id']: sample for sample in answer['samples'][name]}  # once for each filter
+    samples = {sample['doc_id']: sample for sample in answer['samples'][name]}  # each is there once per filter
     found = [[responses[0] for responses in samples[number]['resps']] for number in sorted(samples)]
     names = {key: key.partition(',')[0] for key in answer['results'][name] if ',none' in key}
     names |= {
         f'exact_match,{score}': score for score in ('strict_match', 'flexible_extract') if row.get('rule') == 'gsm8k'
     }
     scores = {score: answer['results'][name][key] for key, score in names.items()}
-    scores = {key: score for key, score in scores.items() if score != 'N/A'}  # errors, without a bootstrap
+    scores = {key: score for key, score in scores.items() if score != 'N/A'}  # standard errors, without a bootstrap
     return scores, found
 
 
 def our_results(out_dir, paths, folder, num_fewshot=0, batch_size=32, limit=None, chat=False):
-    """[The same of each task] by evaluate.py, as a user starts it; folder: for what it writes."""
+    """Yields the same for each task by evaluate.py, started as a user starts it. folder: for the files it writes."""
     keys = {'tasks': ','.join(paths), 'num_fewshot': num_fewshot, 'batch_size': batch_size, 'samples': folder}
     keys |= {'results': f'{folder}/results.jsonl', 'dtype': 'float32', 'device': 'cpu', 'limit': limit}
     keys['apply_chat_template'] = chat
@@ -184,7 +188,8 @@ def harness_model(model_folder, batch_size, is_ours):
 
 
 def largest_difference(ours, theirs):
-    """Of the log-likelihoods of requests in nats; of texts, whose windows lm_eval adds up, per window."""
+    """The largest difference of two log-likelihoods in nats. Of a text lm_eval has only the sum over its windows, so
+    there the difference of the sums is divided by the number of windows."""
     differences = []
     for a, b in zip(ours, theirs, strict=True):
         if len(a) == len(b) and isinstance(b[0], (tuple, list)):
@@ -196,7 +201,7 @@ def largest_difference(ours, theirs):
 
 
 def compare_numbers(path, scores, ours, their_scores, theirs):
-    """Print how far they are apart, and end the program where that is more than rounding."""
+    """Print how far apart the two are, and end the program if that is more than rounding."""
     n_requests, difference = sum(map(len, ours)), 0.0
     if isinstance(ours[0][0], str):
         equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
@@ -212,7 +217,7 @@ def compare_numbers(path, scores, ours, their_scores, theirs):
 
 
 def compare_rates(lm, model_folder, run, path, rounds, batch_size):
-    """[(our requests/s, theirs), ...]: one pair per round; tokenizing included."""
+    """[(our requests/s, theirs), ...], one pair per round; tokenizing is included."""
     import torch
     from lm_eval.api.instance import Instance
 

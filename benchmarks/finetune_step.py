@@ -1,13 +1,16 @@
 """
-Fine-tuning against a plain loop around the same transformers model: tokens/s, and the memory of the loss.
+How fast is fine-tuning here beside a plain loop around the same transformers model, and what memory does the loss take?
 
     python benchmarks/finetune_step.py              # Llamas of 11 and 23 million parameters, one process, on a CPU
     python benchmarks/finetune_step.py --dtypes=bfloat16 --rounds=15
 
-Each round times `--steps` optimizer steps of each, in an order that changes from round to round; a ratio is taken
-within a round. The plain loop is what transformers documents: the model's own loss, AdamW fused, autocast for bf16. Our
-whole model is as train_ddp.py has it, the sharded one as train_fsdp.py --fsdp_impl=manual, both on one rank. Each has
-fp32 weights. The memory of the loss is anonymous memory above what head and hidden states take, in a fresh process.
+Three ways to train are timed, each with fp32 weights. `plain` is the loop that transformers documents: the model's own
+loss, fused AdamW, autocast for bf16. `whole` is our model as in train_ddp.py, and `manual` the same sharded as in
+train_fsdp.py --fsdp_impl=manual; both run on one rank. Each round times `--steps` optimizer steps of each way, in an
+order that changes from round to round, and a ratio is taken within a round.
+
+Then the loss over a vocabulary of 128,256 is computed in chunks and with all logits at once, each in a fresh process.
+Its memory is the anonymous memory above what the head and the hidden states take.
 """
 
 import argparse
@@ -38,7 +41,7 @@ KINDS = ('whole', 'manual', 'plain')
 
 
 def build(kind, folder, dtype):
-    """(model, its loss as a function of x and y, optimizer)"""
+    """(model, its loss as a function of x and y, optimizer)."""
     if kind == 'plain':
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
 
@@ -103,7 +106,7 @@ def compare_speed(vocabulary, dtype, arguments):
 
 
 def compare_memory(tokens, width, vocabulary):
-    """Print the peak memory of a loss over this vocabulary, forward and backward, in both ways."""
+    """Print the peak memory of a loss over this vocabulary, forward and backward, in chunks and with all logits."""
     peaks = {}
     for kind in ('chunked', 'full'):
         with tempfile.NamedTemporaryFile('r') as result:

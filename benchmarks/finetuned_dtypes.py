@@ -1,11 +1,12 @@
 """
-What is left of a fine-tuning once its weights are rounded? The validation loss of a run and of each of its exports.
+How much of a fine-tuning is left once its weights are rounded? The validation loss of a run and of each of its exports.
 
     python benchmarks/finetuned_dtypes.py out/full out/lora    # runs of train_ddp.py --init_from=... --dtype=float32
 
-Each run is exported by export_model.py as it does by default, in bfloat16, and with LoRA as the adapter. All losses are
-computed in fp32, so that only the stored numbers differ, on the validation windows of the run; the last rows compute
-with the checkpoint's own weights in less. `kept` is the share of the gain, the loss of init_from less the run's.
+Each run is exported by export_model.py in the default dtype, in bfloat16 and, if it trained LoRA, as the adapter. Their
+losses on the run's validation windows are computed in fp32, so that only the stored numbers differ. The last rows are
+of the checkpoint's own weights, cast or rounded to fewer bits in the computation. The gain of a run is the loss of
+init_from minus that of the checkpoint, and `kept` is the share of it that a row still has.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def size_of(folder, end='.safetensors'):
 
 
 def rounded_to_tf32(tensor):
-    """Rounded to 10 bits behind the point, as an H100 does with what a matmul in TF32 takes."""
+    """A matrix with mantissas rounded to 10 bits, as an H100 rounds the inputs of a matmul in TF32."""
     if tensor.dim() < 2:
         return tensor
     bits = tensor.contiguous().view(torch.int32)
@@ -78,7 +79,7 @@ def rounded_to_tf32(tensor):
 
 
 def variants(out_dir, weights, state, folder):
-    """(name, model, size of its files) of a run and of what can be made of it; the run itself comes first."""
+    """Yields (name, model, size of its files) of the run itself, and then of all that can be made of it."""
     block_size, is_lora = state['config']['block_size'], bool(state['config']['lora_rank'])
     yield 'checkpoint', of_run(out_dir, state, weights), ''
     for name, arguments in (('default export', []), ('export --dtype=bfloat16', ['--dtype=bfloat16'])):
@@ -111,7 +112,7 @@ base_loss = None
 for out_dir in map(os.path.abspath, given.runs):
     with contextlib.redirect_stdout(sys.stderr):
         weights, state = checkpoint.load_weights(checkpoint.choose_to_read(out_dir))
-    run, losses = state['config'], {}  # losses by sums of the weights: what is equal is measured once
+    run, losses = state['config'], {}  # {dtype and sums of the weights: loss}: equal models are measured once
     mixture = data.open_mixture(run, 'val')
     if base_loss is None:
         base_loss = loss_of(of_folder(run['init_from'], run['block_size']), mixture, given.windows)

@@ -1,11 +1,13 @@
 """
-Tokens/s of fsdp_manual.py, of fully_shard and of DistributedDataParallel, in turns in the same processes.
+How fast is fsdp_manual.py beside PyTorch's fully_shard and DistributedDataParallel? Tokens/s of all three, in turns in
+the same processes.
 
-    torchrun --nproc_per_node=2 benchmarks/fsdp_step.py               # a 10.7M-parameter model on a CPU, or a GPU
+    torchrun --nproc_per_node=2 benchmarks/fsdp_step.py               # a 10.9M-parameter model on a CPU, or a GPU
     torchrun --nproc_per_node=8 benchmarks/fsdp_step.py --size=1b --dtype=bfloat16 --zero_stage=2
 
-Each round times `--steps` optimizer steps of each strategy, in an order that changes from round to round; a ratio is
-taken within a round: a machine that is slow for a while is slow for all. On CUDA the peak memory of each is printed.
+Each round times `--steps` optimizer steps of each strategy, in an order that changes from round to round. Ratios are
+taken within a round, because a machine that is slow for a while is then slow for all of them. On CUDA the peak memory
+of each strategy is printed, too.
 """
 
 import argparse
@@ -36,7 +38,7 @@ SIZES = {
 
 
 def build(strategy, arguments, dtype, device):
-    """(model, optimizer)"""
+    """(model, optimizer)."""
     with torch.device('meta'):
         raw = GPT(ModelConfig(**SIZES[arguments.size]), dtype)
     raw.checkpoint_activations(arguments.activation_checkpointing)

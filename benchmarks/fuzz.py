@@ -1,8 +1,8 @@
 """
-Draw rows, files, tokenizers and configurations as people have them, spoil them, and see whether each is learned right,
-or refused in one line.
+Is data as people have it learned right, or else refused in one line? Draws rows, files, tokenizers and configurations
+at random, spoils them, and looks at what becomes of each.
 
-    python benchmarks/fuzz.py --cases=20000 --seed=1              # counts, the most frequent refusals, failures
+    python benchmarks/fuzz.py --cases=20000 --seed=1              # failures, counts, frequent refusals: 2 to 3 minutes
     python benchmarks/fuzz.py --seconds=120 --only=rows,files     # as many as two minutes allow
     python benchmarks/fuzz.py --only=rows --seed=1234 --cases=1   # one case again: a failure prints its seed
 
@@ -10,13 +10,13 @@ Case number n of a run has the seed SEED + n, which decides all of it. A case is
 
     rows          a row of instruction data under a chat template, through text/chat_rows.py and text/conversations.py
     files         texts or rows in a file or folder, through text/sources.py and text/documents.py
-    tokenizers    a folder with tokenizer.json and what stands beside it, through text/tokenizer.py
+    tokenizers    a folder with tokenizer.json and the files beside it, through text/tokenizer.py
     configs       a tiny model with its config.json and its weights, through huggingface/
 
 What is learned is compared with a plain reference: a loop over apply_chat_template, whole files read by json, csv, yaml
-and pyarrow, AutoTokenizer, from_pretrained. Everything else has to end as a user's mistake does, see runtime/errors.py:
-a ValueError or OSError of this project, or a note of prepare_data.py's, in one line. Anything else is a failure.
-All of it is in this process, with the project's own functions, so that most cases take milliseconds.
+and pyarrow, AutoTokenizer, from_pretrained. Every other case has to end as a user's mistake does (runtime/errors.py),
+with one line: that of a ValueError or OSError from this project, or a note of prepare_data.py. Anything else counts as
+a failure. All cases run in this process and call the project's functions, so most of them take milliseconds.
 """
 
 import argparse
@@ -47,8 +47,8 @@ from benchmarks.fuzzing.rows import check_row
 from benchmarks.fuzzing.tokenizers import check_tokenizer
 from runtime.errors import is_users_mistake
 
-MOST_BYTES = 16 << 30  # of address space, of which torch takes 4 GB
-# What checks a case, and how many of so many cases are of this kind.
+MOST_BYTES = 16 << 30  # of address space; torch alone takes 4 GB
+# {kind: (the function that checks a case, how often the kind is drawn in relation to the others)}
 KINDS = {
     'rows': (check_row, 10),
     'files': (check_files, 6),
@@ -58,8 +58,8 @@ KINDS = {
 
 
 def outcome_of(kind, seed):
-    """(what became of a case: 'learned', 'refused' or 'failed', the line that says why). A case depends on its seed
-    alone."""
+    """(what became of a case: 'learned', 'refused' or 'failed'; the line that says why). A case depends on nothing but
+    its seed."""
     draw = random.Random(f'{kind} {seed}')
     folder = tempfile.mkdtemp(prefix='case-', dir=STAYS.name)
     try:
@@ -87,7 +87,7 @@ def kind_of(seed, kinds):
 
 
 def reason_in(line):
-    """A refusal without what differs from case to case, for counting."""
+    """The line of a refusal without the names and numbers of the case, so that equal reasons can be counted."""
     line = re.sub(r'w\d+x', 'W', line)
     return re.sub(r'\d+', 'N', re.sub(r"'[^']{1,200}'", "'...'", line))[:110]
 
@@ -124,7 +124,7 @@ def main():
     seed = random.randrange(10**9) if arguments.seed is None else arguments.seed
     n_cases = arguments.cases if arguments.cases or arguments.seconds else 1000
     print(f'seed {seed}', flush=True)
-    # A case takes megabytes. One that takes all the memory, as a configuration may that asks for a large model, fails.
+    # A case takes megabytes. The limit lets one fail that would take all memory, such as a config.json of a huge model.
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     start = time.monotonic()
     say = functools.partial(print, flush=True)

@@ -1,11 +1,13 @@
 """
-Text from a Hugging Face model, several prompts at once: sampling.generate_batch() against transformers' generate().
+How fast does a Hugging Face model write here, one text or several at once? sampling.generate_batch() beside the
+generate() of transformers.
 
     python benchmarks/generation.py real/smollm2                       # 1 and 16 prompts, 64 greedy tokens of each
     python benchmarks/generation.py real/smollm2 --prompts 1 4 --dtypes float32 --rounds 9
 
-Prompts have 20 to 95 tokens, drawn at random, and none ends early. Each round times both, in an order that changes from
-round to round; a ratio is taken within a round. transformers gets its prompts padded on the left, and its own cache.
+Prompts have 20 to 95 random tokens, and no text ends early. Each round times both, in an order that changes from round
+to round, and a ratio is taken within a round. transformers gets the prompts padded on the left, and uses its own cache.
+The folder is any that from_pretrained() reads; python benchmarks/real_model.py makes real/smollm2.
 """
 
 import argparse
@@ -53,7 +55,7 @@ def main():
         ours = finetune.for_generation(pretrained, None, getattr(torch, dtype), device)
         finetune.cast_weights(ours, getattr(torch, dtype), device)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=dtype).eval().to(device)
-        theirs.generation_config = transformers.GenerationConfig()  # which ends nothing
+        theirs.generation_config = transformers.GenerationConfig()  # without a token that ends a text
         generate = {
             'ours': lambda prompts, ours=ours: sampling.generate_batch(ours, prompts, arguments.tokens),
             'theirs': lambda prompts, theirs=theirs: transformers_generate(theirs, prompts, arguments.tokens),

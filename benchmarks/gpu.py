@@ -2,13 +2,14 @@
 The first 25 minutes on a GPU: does everything work there, how fast is it, and where does the time go?
 
     python benchmarks/gpu.py                                 # all stages; writes OUT/gpu.md
-    python benchmarks/gpu.py --stage=speed                   # one stage of at most 8 minutes, as for a short session
+    python benchmarks/gpu.py --stage=speed                   # one stage of at most 8 minutes, for a short session
     python benchmarks/gpu.py --nanogpt=path/to/nanoGPT       # its train.py beside ours, in the stage `speed`
-    python benchmarks/gpu.py --device=cpu                    # tiny models, to try this program
+    python benchmarks/gpu.py --device=cpu                    # tiny models on a CPU, to try this program
 
 Each check is a process of its own and leaves OUT/NAME.json as soon as it has ended, so a second call goes on where the
-first was cut off; delete that file to repeat one. What does not fit into --budget minutes is left out and said. Needs
-torch and numpy, for two checks transformers; no network, no datasets, no wandb.
+first was cut off; to repeat a check, delete that file. Checks for which --budget minutes are too few are left out, and
+a line names each. Needs torch and numpy, and transformers for two checks, but no network, datasets or wandb.
+docs/gpu.md says how to read the result.
 """
 
 import argparse
@@ -66,7 +67,8 @@ class Bench:
         self.output = []  # (second, line) as the latest check printed it
 
     def check(self, name, command, limit, read=lambda text: {}, environment=None):
-        """The result of a command: {'seconds', 'error' or what read() finds in its output}, also of an earlier call."""
+        """Run a command; returns {'seconds', and 'error' or what read() finds in its output}. If an earlier call has
+        left the result, it is returned and nothing runs."""
         path = self.out / f'{name.replace(" ", "-")}.json'
         if path.exists():
             return json.loads(path.read_text())
@@ -89,7 +91,7 @@ class Bench:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             code = process.wait()
-        reader.join(timeout=10)  # a compiler's process that is left may hold the pipe
+        reader.join(timeout=10)  # a compiler process that is still there may keep the pipe open
         result = {'seconds': round(time.monotonic() - began, 1)}
         text = log.read_text(errors='replace')
         if code:
@@ -110,10 +112,11 @@ class Bench:
 
     def train(self, name, script, keys, limit=150, environment=None, keep=False, inside=None, ranks=1):
         """
-        A check that trains: the last row of its metrics before the traced step, and of that one where the time went.
+        A check that trains. It finds the last row of metrics before the traced step, and where the time of the traced
+        step went.
 
-        script: also with a config file behind it. inside: an inner check that runs the script in its own process, and
-        what that one found, too.
+        script: a config file may follow it. inside: the name of an inner check that runs the script in its own process;
+        what that check finds is added.
         """
         run = self.runs / name.replace(' ', '-')
         if not keep:
@@ -144,17 +147,17 @@ class Bench:
         return self.check(name, command, limit, read, environment)
 
     def predict(self, name, script, keys):
-        """A check that asks for the memory of a run, without running it."""
+        """A check that asks --dry_run for the memory of a run."""
         fixed = dict(dry_run=True, dataset='synthetic', vocab_size=50304, device=self.device)
         return self.check(f'predicted {name}', [script, *options(fixed | keys)], 60, read_prediction)
 
     def inner(self, name, limit, *arguments, of=''):
-        """A check that this file does itself, in a process of its own."""
+        """A check that this file does itself, in a new process."""
         command = [*self.inner_command(name), *arguments]
         return self.check(f'{name} {of}'.strip(), command, limit, lambda text: json.loads(text.splitlines()[-1]))
 
     def leave_out(self, name, reason):
-        """A check that cannot be done here: a line, also of the page."""
+        """Say that a check cannot be done here, now and on the page."""
         (self.out / f'{name.replace(" ", "-")}.json').write_text(json.dumps({'left out': reason}))
         print(f'{time.strftime("%H:%M:%S")} left out: {name}, {reason}', flush=True)
 
@@ -172,7 +175,7 @@ def options(keys):
 
 
 def copy_lines(stream, path, output):
-    """Into a file, and with the second at which each line came into a list."""
+    """Copy lines into a file, and into the list `output` with the second at which each line came."""
     with path.open('w') as file:
         for line in stream:
             output.append((time.monotonic(), line))
@@ -182,10 +185,11 @@ def copy_lines(stream, path, output):
 
 def wall_clock(output, rows, trace_step=math.inf):
     """
-    Tokens/s by wall clock, from the lines of the last two logged steps before the one that is traced.
+    {'wall_tokens_per_sec'}: tokens/s by wall clock, from when the lines of the last two logged steps before the traced
+    one came; {} if there are too few lines.
 
-    tokens_per_sec counts the time from begin to end of each step. What the host does between two steps, so that the
-    GPU has nothing to do, is in this one alone.
+    tokens_per_sec counts the time from the beginning to the end of each step. What the host does between two steps,
+    while the GPU has nothing to do, slows down only this number.
     """
     tokens = {row['step']: row['tokens'] for row in rows if 'tokens' in row}
     found = [(second, re.match(r'\S+ step +(\d+)/\d+ \| loss', line)) for second, line in output]
@@ -206,7 +210,7 @@ def start(bench):
 
 
 def numbers(bench):
-    """fp32 without compiling: the strategies compute the same, the same as a CPU, and the sanitizer finds no race."""
+    """fp32 without compiling: do all strategies compute the same as a CPU, and does the sanitizer find a race?"""
     exact = TINY | dict(dtype='float32', compile=False, max_iters=20, log_interval=1, global_batch_size=8)
     bench.train('exact cpu', 'train_ddp.py', exact | {'device': 'cpu'})
     for name, (script, keys) in STRATEGIES.items():
@@ -222,7 +226,7 @@ def numbers(bench):
 
 
 def compiled(bench):
-    """bf16, compiled, with every checkpointing mode; nothing is compiled again."""
+    """bf16, compiled, with every checkpointing mode: is anything compiled again, and where does the host wait?"""
     keys = TINY | dict(dtype='bfloat16', compile=not bench.tiny, max_iters=12, log_interval=4)
     for mode in ('none',) if bench.tiny else ('none', 'selective', 'full'):
         for name, (script, strategy_keys) in STRATEGIES.items():
@@ -238,7 +242,8 @@ def loss(bench):
 
 
 def speed(bench):
-    """124M and Enoki under every strategy, with a traced step; 124M on packed documents beside the plain stream."""
+    """124M and Enoki under every strategy, with a traced step. 124M also on packed documents, beside the plain
+    stream."""
     for size in ('124M', '124M gpt2', 'Enoki 8 heads'):
         for name, (script, keys) in STRATEGIES.items():
             bench.train(f'{size} {name}', script, bench.size(size) | TIMED | keys)
@@ -250,7 +255,7 @@ def speed(bench):
 
 
 def write_documents(data_dir, vocab_size, tokens=2**22):
-    """The keys of a dataset of random documents of 400 tokens on average, which it writes."""
+    """Write a dataset of random documents of 400 tokens on average; returns the keys that train on it."""
     import numpy as np
 
     folder, generator = data_dir / 'documents', np.random.default_rng(0)
@@ -265,8 +270,8 @@ def write_documents(data_dir, vocab_size, tokens=2**22):
 
 
 def large(bench):
-    """Llama 1B under every strategy, beside the memory that --dry_run predicts; as one of four ranks; 8B with LoRA
-    beside bfloat16 and nf4."""
+    """Llama 1B under every strategy beside the memory that --dry_run predicts, and as one of four ranks. Llama 8B with
+    LoRA, on a base in bfloat16 and on one in nf4."""
     timed = bench.size('Llama 1B') | TIMED
     for name, (script, keys) in STRATEGIES.items():
         bench.train(f'Llama 1B {name}', script, timed | keys)
@@ -287,7 +292,7 @@ def read_prediction(text):
     lines = text.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith('memory per rank'))
     totals = [line.split() for line in lines[begin:] if 'total on the' in line]
-    gb = {words[-2]: float(words[-1]) for words in totals}  # of 'device' and, where state is offloaded, of 'host'
+    gb = {words[-2]: float(words[-1]) for words in totals}  # 'device' and, where state is offloaded, 'host'
     return {'GB': gb['device']} | ({'host GB': gb['host']} if 'host' in gb else {})
 
 
@@ -318,7 +323,8 @@ BASES = {'fp32': {'frozen_dtype': 'float32'}, 'bf16': {'frozen_dtype': 'bfloat16
 
 
 def low_precision(bench):
-    """Llama 1B in fewer bits beside bf16: tokens/s, memory. A smaller model on text: the loss. LoRA's bases."""
+    """Llama 1B in fewer bits, beside bf16: tokens/s and memory. 124M on text in the same ways: the loss. Llama 8B with
+    LoRA, on bases in fp32, bf16 and nf4."""
     timed, small = bench.size('Llama 1B') | TIMED, bench.size('124M')
     text = write_text(bench.out / 'data') | dict(log_interval=1, warmup_iters=10, learning_rate=6e-4)
     text |= dict(max_iters=20 if bench.tiny else 150, global_batch_size=small['batch_size'], dtype='bfloat16')
@@ -335,7 +341,8 @@ def low_precision(bench):
 
 
 def write_text(data_dir):
-    """The keys of a dataset of Python's own library as bytes, which it writes: text that a model learns from."""
+    """Write Python's own library as a dataset of bytes, a text from which a model can learn; returns the keys that
+    train on it."""
     import numpy as np
 
     folder = data_dir / 'library'
@@ -350,8 +357,9 @@ def write_text(data_dir):
 
 def experts(bench):
     """
-    Mixtures of experts: all experts in one kernel beside one after the other, compiled, in a short run with and without
-    compiling, as large as 124M for each token, and on two ranks that share them, where there are two GPUs.
+    Mixtures of experts. One layer: all experts in one kernel beside one after the other. A small model: compiled beside
+    eager, and config/moe_quickstart.py for some steps in both ways. A mixture that computes as much for each token as
+    124M, under every strategy. On two GPUs: two ranks that share the experts.
     """
     for name in ('tiny',) if bench.tiny else ('OLMoE', 'Qwen3 30B'):
         bench.inner('experts', 120, f'--size={name}', of=name)
@@ -442,9 +450,9 @@ def inner_loss(torch, device, arguments):
 
 def inner_experts(torch, device, arguments):
     """
-    One layer's experts in bf16, of which the first gets no row: in one kernel they are as near to float64 as one after
-    the other (relative distances of the output and of the gradients); how long forward and backward take, beside a
-    dense MLP of as many FLOPs, and with router and sorting.
+    One layer's experts in bf16, where the first expert gets no row. Are all experts in one kernel as near to float64 as
+    one after the other? Found are relative distances of the output and of the gradients. Then the time of forward and
+    backward in both ways, with router and sorting, and beside a dense MLP of as many FLOPs.
     """
     import copy
 
@@ -463,14 +471,14 @@ def inner_experts(torch, device, arguments):
         return module
 
     def run(module, rows, ends, one_kernel):
-        """The output, and the gradients of rows and weights; in float64 one after the other is the only way."""
+        """The output, and the gradients of rows and weights. In float64 experts can only run one after the other."""
         where = ends if one_kernel else rows_of_each(ends, rows)
         rows = rows.detach().requires_grad_()
         y = module.down(F.silu(module.gate(rows, where)) * module.up(rows, where), where)
         return y, *torch.autograd.grad(y, [rows, *module.parameters()], torch.ones_like(y))
 
     def chosen_by(n):
-        """Rows of n tokens, sorted by expert, and where each expert's rows end: not one is the first expert's."""
+        """Rows of n tokens, sorted by expert, and where the rows of each expert end. The first expert gets none."""
         choices = torch.randint(1, n_experts, (n * k,), device=device)
         ends = choices.bincount(minlength=n_experts).cumsum(0).int()
         return torch.randn(n * k, width, device=device, dtype=torch.bfloat16), ends
@@ -500,8 +508,8 @@ def inner_experts(torch, device, arguments):
 
 def inner_compiled_experts(torch, device, arguments):
     """
-    A small mixture in bf16 with each kind of activation checkpointing, compiled and not, in batches of two sizes: how
-    far loss and gradients are apart (relative), and how many graphs all its blocks share.
+    A small mixture in bf16 with each kind of activation checkpointing, on batches of two sizes: how far compiled and
+    eager are apart in loss and gradients (relative), and how many graphs all blocks together have. It should be two.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -509,11 +517,11 @@ def inner_compiled_experts(torch, device, arguments):
     from model import GPT, ModelConfig
 
     backend = 'inductor'
-    if device.type == 'cpu':  # which has that kernel, too; inductor's code would take a C++ compiler minutes
+    if device.type == 'cpu':  # it has that kernel, too; with inductor a C++ compiler would take minutes
         model_module.rows_of_each, backend = lambda ends, rows: ends, 'aot_eager'
     config, found = ModelConfig.from_keys(TINY | TINY_EXPERTS), {}
     for mode in ('none', 'full', 'selective'):
-        torch._dynamo.reset()  # it knows the sizes that changed before
+        torch._dynamo.reset()  # else it remembers which sizes changed in the mode before
         counter, numbers = CompileCounterWithBackend(backend), []
         for compiles in (False, True):
             model = GPT(config, torch.bfloat16).to(device)
@@ -539,7 +547,7 @@ def inner_compiled_experts(torch, device, arguments):
 
 
 def inner_syncs(torch, device, arguments):
-    """Lines at which the host waits for the GPU, in ten steps of FSDP by hand of which two are logged."""
+    """Lines of code at which the host waits for the GPU, in ten steps of fsdp_manual.py of which two are logged."""
     import warnings
 
     from runtime.meter import Meter
@@ -566,7 +574,7 @@ def inner_syncs(torch, device, arguments):
 
 
 def inner_page_locked(torch, device, arguments):
-    """Trains, and says how much host memory was page-locked: its blocks are rounded up, so more than was asked for."""
+    """Train, and say how much host memory was page-locked. Blocks are rounded up, so it is more than was asked for."""
     train_here(arguments.script)
     if device.type != 'cuda' or not hasattr(torch.cuda, 'host_memory_stats'):
         return {}
@@ -589,7 +597,7 @@ def train_here(command):
 
 
 def inner_one_of_four_ranks(torch, device, arguments):
-    """A step of one rank of four whose collectives do nothing: its own time, the host's, and its peak of memory."""
+    """A step of one rank of four whose collectives do nothing: time of the step, time of the host, peak memory."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -637,7 +645,8 @@ def inner_one_of_four_ranks(torch, device, arguments):
 
 
 def inner_llama_8b(torch, device, arguments):
-    """A folder with the shape of Llama 3.1 8B: its matrices are zeros, as a sparse file, which takes no disk."""
+    """Write a folder with the shapes of Llama 3.1 8B. The matrices of its blocks are zeros, which take no room on the
+    disk because the file is sparse."""
     import numpy as np
     import transformers
 
@@ -697,7 +706,7 @@ def inner_generate(torch, device, arguments):
 
 
 def inner_nanogpt(torch, device, arguments):
-    """nanoGPT's train.py and ours, 124M without biases: tokens/s of each, from the times that they print."""
+    """Tokens/s of nanoGPT's train.py with 124M parameters, from the times that it prints; ours is `124M gpt2 ddp`."""
     shape = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=32'.split()
     if device.type == 'cpu':
         shape = '--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=4'.split()
@@ -736,7 +745,7 @@ KERNEL_KINDS = {
 
 
 def summary_of_trace(path, picture):
-    """Milliseconds of a step by kind of kernel, and of gaps in which the GPU (or CPU thread) had nothing to do."""
+    """Milliseconds of a step by kind of kernel, and of the gaps in which the GPU (or CPU thread) had nothing to do."""
     events = [
         event for event in json.loads(path.read_text())['traceEvents'] if event.get('ph') == 'X' and 'dur' in event
     ]
@@ -790,11 +799,11 @@ def draw(kernels, path, width=1200, row=16):
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-SHORT = ('exact', 'compiled', 'one-step', 'loss', 'experts')  # runs of which the speed says nothing
+SHORT = ('exact', 'compiled', 'one-step', 'loss', 'experts')  # runs whose speed says nothing
 
 
 def page(bench):
-    """OUT/gpu.md: what the results say, in tables."""
+    """The text of OUT/gpu.md: all results, in tables."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(bench.out.glob('*.json'))}
     versions = results.get('versions', {})
     failed = [f'- {name}: `{result["error"]}`' for name, result in results.items() if 'error' in result]

@@ -1,10 +1,11 @@
 """
-How fast the links between the ranks are, by all-reduces of 1 KiB to 256 MiB.
+How fast are the links between the ranks? Times all-reduces of 1 KiB to 256 MiB (on CPUs 64 MiB).
 
-    torchrun --nproc_per_node=2 benchmarks/links.py     # or with the cores shared out: python compare.py --bench_links
+    torchrun --nproc_per_node=2 benchmarks/links.py
+    python compare.py --bench_links                     # the same, started with the cores divided among the ranks
 
-algbw = size / time; busbw = algbw x 2 (n-1) / n for n ranks, as in nccl-tests: what each rank of a ring sends and
-receives, which is what a link's data sheet names, for any number of ranks.
+algbw = size / time, and busbw = algbw x 2 (n-1) / n for n ranks, as in nccl-tests. busbw is what each rank of a ring
+sends and receives, so for any number of ranks it can be compared with the data sheet of a link.
 """
 
 import argparse
@@ -29,7 +30,7 @@ COLUMNS = ('link', 'size', 'ms', 'algbw GB/s', 'busbw GB/s')
 
 
 def nodes_of_ranks():
-    """Lists of the ranks on each node, in order: by torchrun's GROUP_RANK, under another launcher by host name."""
+    """Lists of the ranks on each node, in order. torchrun's GROUP_RANK tells the nodes apart, else the host name."""
     node_of = [None] * dist.get_world_size()
     dist.all_gather_object(node_of, os.environ.get('GROUP_RANK') or socket.gethostname())
     return [[rank for rank, node in enumerate(node_of) if node == wanted] for wanted in dict.fromkeys(node_of)]
@@ -37,12 +38,12 @@ def nodes_of_ranks():
 
 def links_between(nodes):
     """
-    {name of a link: groups of ranks that all-reduce at the same time, over it}, by lists of each node's ranks.
+    {name of a link: groups of ranks that all-reduce over it at the same time}. nodes: the list of each node's ranks.
 
-    'between nodes, 1 rank of each' has the network for itself; in 'all ranks of each', the i-th ranks of all nodes
-    exchange with each other, for every i at once: what the sharded strategies with replicas do.
+    In 'between nodes, 1 rank of each' one group has the network for itself. In 'between nodes, all ranks of each' the
+    i-th ranks of all nodes exchange with each other, for every i at once, as sharded strategies with replicas do.
     """
-    columns = [list(ranks) for ranks in zip(*nodes, strict=False)]  # of unequal nodes as many as the smallest has
+    columns = [list(ranks) for ranks in zip(*nodes, strict=False)]  # as many as the smallest node has ranks
     return {
         'all ranks': [sorted(sum(nodes, []))],
         'within a node': nodes,
@@ -53,9 +54,11 @@ def links_between(nodes):
 
 def measure(group, size, device, seconds, gather=False):
     """
-    (seconds of one all-reduce of `size` bytes of fp32 in this rank's group, None: a rank that only waits, the slowest
-    rank's median; seconds of a core that it takes meanwhile, in all threads, of the busiest rank). All ranks of the job
-    call it together. seconds: about how long to repeat it, at least 3 times. gather: an all-gather of as many bytes.
+    (seconds that one all-reduce of `size` bytes of fp32 takes, by the median of the slowest rank; seconds of a core
+    that it keeps busy, over all threads of the busiest rank). All ranks of the job call it together.
+
+    group: this rank's, or None on a rank that only waits. seconds: about how long to repeat it, at least 3 times.
+    gather: time an all-gather of as many bytes in its place.
     """
     tensor = torch.zeros(size // 4, device=device)
     share = tensor[: tensor.numel() // dist.get_world_size(group)] if group is not None else None
@@ -75,7 +78,7 @@ def measure(group, size, device, seconds, gather=False):
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) / calls
 
-    calls = max(1, min(20, 2**20 // size))  # small ones in a row: a single one is shorter than its start
+    calls = max(1, min(20, 2**20 // size))  # small ones in a row, since one takes less time than to start it
     seconds_per_call(1)  # connects
     once = slowest(seconds_per_call(calls)) * calls
     repeats = max(3, min(20, round(seconds / once)))
@@ -85,7 +88,7 @@ def measure(group, size, device, seconds, gather=False):
 
 
 def slowest(value):
-    """The largest of the ranks' numbers. On the host, over gloo: it loads no link between GPUs."""
+    """The largest number of all ranks. They find it on the host over gloo, which loads no link between GPUs."""
     value = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.item()
@@ -96,8 +99,8 @@ def bench(device, sizes=None, seconds=0.5):
     Measure every link in the running process group, which needs gloo for CPU tensors; rank 0 prints the table.
 
     sizes: bytes of the messages, multiples of 4; None: SIZES, on a CPU those up to 64 MiB. Returns on every rank rows
-    of 'link', 'ranks' (of the largest group), 'bytes', 'ms', 'algbw' and 'busbw' (GB/s, 1e9 bytes), 'cpu_ms' of a core,
-    'gather_ms' of an all-gather, which gloo does another way.
+    of 'link', 'ranks' (in the largest group), 'bytes', 'ms', 'algbw' and 'busbw' (GB/s, 1e9 bytes), 'cpu_ms' of a core,
+    and 'gather_ms' of an all-gather, for which gloo has another algorithm.
     """
     nodes, rank, rows, done = nodes_of_ranks(), dist.get_rank(), [], {}
     sizes = sizes or [size for size in SIZES if device.type == 'cuda' or size <= LARGEST_ON_CPU]

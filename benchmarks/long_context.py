@@ -1,22 +1,24 @@
 """
-What a longer context is worth: bits per byte by position, and needles found, of small models that are extended.
+What is a longer context worth to a small model that is extended to it? Bits per byte by position, and needles found.
 
-    python benchmarks/long_context.py --out=out/long          # bits per byte; killed, the same command goes on
-    python benchmarks/long_context.py --seeds 1 2 3           # needles found by small models, and stop: 8 minutes
-    python benchmarks/long_context.py --needles=tasks/needles --lengths 8000 32000   # needles for any model, and stop
+    python benchmarks/long_context.py --out=out/long          # bits per byte; if killed, the same command goes on
+    python benchmarks/long_context.py --seeds 1 2 3           # needles found by small models: 8 minutes
+    python benchmarks/long_context.py --needles=tasks/needles --lengths 8000 32000   # writes needles for any model
     python evaluate.py --out_dir=models/NAME --tasks=tasks/needles/32000_at_0.5.jsonl
 
-The model of config/quickstart.py is trained on 256 tokens, for half as many steps. config/long_context.py extends it
-to 1024 in three ways, each measured at once, and after its 40 steps. Bits per byte are those of the validation text, by
-a token's position. It answers no questions.
+The first command trains the model of config/quickstart.py on 256 tokens, for half as many steps as usual. Then
+config/long_context.py extends it to 1024 tokens in three ways, and each way is measured at once and after 40 steps of
+training. Bits per byte are those of the validation text, in each quarter of the 1024 tokens.
 
-So with --seeds smaller models are trained, on texts in which looking back is all that lowers the loss: pairs of a
-letter and a digit, `k4b7x0k4`, where a letter keeps its digit to the end of its text, and symbols in a random order,
-again and again. They are extended from 64 tokens to 256. A needle is a pair that stands once, at some depth: 0 = at the
-beginning. Its letter is the question, at the end. Of ten digits the likeliest has to be the right one: chance is 0.1.
+That model cannot answer questions, so --seeds trains smaller ones that can. In their texts only looking back lowers the
+loss: half of them are pairs of a letter and a digit, such as `k4b7x0k4`, where a letter keeps its digit to the end of
+the text; the others repeat a row of random symbols again and again. The models are extended from 64 tokens to 256. A
+needle is a pair that occurs once in its text, at some depth (0 = at the beginning), and its letter comes again at the
+end as the question. The answer is right if the needle's digit is the likeliest of the ten, so chance is 0.1.
 
-For any model: lines of the standard library, and among them five like `# The number of kite is 4821.` The question is
-one of the names; of the five numbers the likeliest has to be the right one: chance is 0.2. A length is in bytes.
+--needles writes tasks for any model: lines of the standard library, with five among them like `# The number of kite is
+4821.` The question is one of the names, and the answer is right if its number is the likeliest of the five, so chance
+is 0.2. Lengths are in bytes.
 """
 
 import argparse
@@ -55,7 +57,8 @@ def library_lines():
 
 
 def question(draw, lines, length, depth):
-    """A row for evaluate.py: about `length` bytes of consecutive lines with five needles, one of them at depth."""
+    """A row for evaluate.py: about `length` bytes of consecutive lines among which stand five needles, the one that is
+    asked for at `depth`."""
     names, numbers = draw.sample(NAMES, 5), [f'{number}' for number in draw.sample(range(1000, 10000), 5)]
     needles = [f'# The number of {name} is {number}.' for name, number in zip(names, numbers, strict=True)]
     asked = f'# The number of {names[0]} is'
@@ -88,7 +91,7 @@ def run(script, keys):
 
 
 def bits_by_position(out_dir, data_dir, windows=80, **changes):
-    """Bits per byte of a run's model in each quarter of LONG validation tokens; changes: of its ModelConfig."""
+    """Bits per byte of a run's model in each quarter of LONG validation tokens. changes: to its ModelConfig."""
     import torch
 
     from dataset.windows import open_dataset
@@ -117,13 +120,13 @@ def table(head, rows):
 
 TRAINED, EXTENDED = 64, 256  # tokens, which are bytes
 LETTERS, DIGITS = string.ascii_lowercase, string.digits  # a text of pairs has 13 of the 26 letters
-START = '>'  # of each text: somewhere to look while there is nothing to find
-RECIPE = (  # two layers are what looking back for the same letter, and at what came behind it, takes
+START = '>'  # begins each text: a place for attention while there is nothing to find
+RECIPE = (  # it takes two layers to look back for the same letter and for what came behind it
     f'--arch=llama --n_layer=2 --n_head=2 --head_dim=64 --n_embd=64 --block_size={TRAINED} --batch_size=16 '
     '--optimizer=muon --max_iters=2000 --learning_rate=1e-2 --lr_schedule=wsd --min_lr=0 --weight_decay=0'
 )
 EXTENSION = f'--optimizer=muon --block_size={EXTENDED} --batch_size=4 --min_lr=0 --weight_decay=0'
-STEPS = {  # a run of one step at this rate changes no weight: what a rotation is worth at once
+STEPS = {  # one step at 1e-30 changes no weight, so it shows what a rotation is worth at once
     0: '--max_iters=1 --learning_rate=1e-30',
     40: '--max_iters=40 --learning_rate=1e-3 --warmup_iters=4',
 }
@@ -137,7 +140,8 @@ def pairs(draw, letters, count):
 
 
 def pairs_or_copies(draw, length):
-    """START and `length` symbols: pairs, or 8 to 36 different symbols again and again, which are learned sooner."""
+    """START and `length` symbols: pairs, or a row of 8 to 36 different symbols again and again, which is learned
+    sooner."""
     if draw.random() < 0.5:
         return START + ''.join(pairs(draw, draw.sample(LETTERS, 13), length // 2))
     symbols = ''.join(draw.sample(LETTERS + DIGITS, draw.randint(8, 36)))
@@ -145,7 +149,8 @@ def pairs_or_copies(draw, length):
 
 
 def prepare_pairs(folder, tokens, documents):
-    """A dataset with one document in each window of so many tokens, START and the token that ends it among them."""
+    """Prepare a dataset in which each window of so many tokens is one document, from START to the token that ends
+    it."""
     draw, texts = random.Random(tokens), folder / f'pairs{tokens}.jsonl'
     folder.mkdir(parents=True, exist_ok=True)
     rows = (json.dumps({'text': pairs_or_copies(draw, tokens - 2)}) for _ in range(documents))
@@ -154,7 +159,7 @@ def prepare_pairs(folder, tokens, documents):
 
 
 def write_pair_needles(folder, items=200):
-    """The tasks {(length, depth): path} of pairs, of which the one that is asked for stands once."""
+    """Write tasks of pairs in which the pair that is asked for occurs once; returns {(length, depth): path}."""
     folder.mkdir(parents=True, exist_ok=True)
     tasks = {}
     for length in (TRAINED, 2 * TRAINED, EXTENDED):
@@ -182,7 +187,7 @@ def found_by(out_dir, tasks):
 
 
 def mean_and_error(numbers):
-    """Of one number of each seed, as text."""
+    """Mean and standard error of a number that each seed has, as text."""
     error = f' ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.2f}' if len(numbers) > 1 else ''
     return f'{statistics.mean(numbers):.2f}{error}'
 

@@ -1,14 +1,16 @@
 """
-AdamW with moments in fewer bits, beside the 8-bit AdamW of torchao and bitsandbytes: bytes, losses, time of a step.
+What do AdamW's moments in fewer bits save, and what do they cost? Bytes, losses and time of a step, also beside the
+8-bit AdamW of torchao and bitsandbytes.
 
     python prepare_data.py
     python benchmarks/moments.py                                  # ours: float32, bfloat16, int8
     python benchmarks/moments.py torchao bitsandbytes             # and theirs, in a venv that has them
     python benchmarks/moments.py --compile --steps=200            # ours compiled; torchao always compiles its step
 
-All train quickstart's model from the same weights on the same batches in one process, a step of each in turns, so that
-a busy machine slows down all. Bytes are those of the optimizer's state by parameter; ours keeps embedding and head in
-fp32, the libraries do not. The loss is the mean over the last tenth of the steps.
+All train quickstart's model from the same weights on the same batches, in one process and a step of each in turns, so
+that a busy machine slows down all of them. Bytes are those of the optimizer's state, in total and per parameter; ours
+keeps the moments of embedding and head in fp32, the libraries do not. The loss is the mean over the last tenth of the
+steps.
 """
 
 import argparse
@@ -51,14 +53,14 @@ def optimizer_of(name, model, compile):
 
 
 def bytes_of_state(optimizer):
-    """Of all tensors in it; torchao's are subclasses that hold codes, scales and map."""
+    """Bytes of all tensors in an optimizer's state; those of torchao hold tensors of codes, scales and a map."""
     total, seen = 0, set()
     for state in optimizer.state.values():
         for value in state.values():
             inner = getattr(value, '__tensor_flatten__', None)
             parts = [getattr(value, part) for part in inner()[0]] if inner else [value]
             for part in parts:
-                if isinstance(part, torch.Tensor) and part.data_ptr() not in seen:  # all share one map
+                if isinstance(part, torch.Tensor) and part.data_ptr() not in seen:  # the map is shared
                     seen.add(part.data_ptr())
                     total += part.nbytes
     return total

@@ -1,12 +1,13 @@
 """
-train_ddp.py beside nanoGPT's train.py: same shapes, same machine, one process each, alternating.
+How fast is train_ddp.py beside nanoGPT's train.py? The same shapes on the same CPU, one process each, in turns.
 
     git clone https://github.com/karpathy/nanoGPT && python nanoGPT/data/shakespeare_char/prepare.py
-    python benchmarks/nanogpt.py path/to/nanoGPT             # tokens per second, two sizes, fp32 and default dtype
-    python benchmarks/nanogpt.py path/to/nanoGPT --loss      # seconds to validation loss 1.88
+    python benchmarks/nanogpt.py path/to/nanoGPT             # tokens/s of two sizes, ours in fp32 and the default dtype
+    python benchmarks/nanogpt.py path/to/nanoGPT --loss      # its laptop run: seconds and validation loss (about 1.88)
 
-Both are timed from outside and in the same way: the clock starts when the line of one step arrives on standard output
-and stops when that of a later step does, so data, update and logging all count, and start-up does not.
+For tokens/s both are timed from outside and in the same way: the clock starts when the line of one step arrives on
+standard output and stops when that of a later step does, so data, update and logging all count, and start-up does not.
+With --loss the time is that of the whole process.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def seconds_between(command, cwd, pattern, first, last):
 
 
 def compare_speed(nanogpt):
-    """Median of the paired ratios ours / theirs in tokens per second."""
+    """Print tokens per second of both, and the median and range of the ratios ours / theirs by pairs."""
     print(
         '| shape | dtype | ours, tokens/s | nanoGPT, tokens/s | ratio (median of pairs, range) |\n|---|---|---|---|---|'
     )
@@ -92,7 +93,7 @@ def compare_speed(nanogpt):
 
 
 def compare_loss(nanogpt):
-    """Seconds of each whole process for its laptop run, and the validation loss that it ends with."""
+    """Print the seconds that each whole process takes for the laptop run, and the validation loss at its end."""
     for _ in range(3):
         subprocess.run(['rm', '-rf', '/tmp/bench_nanogpt_ours'], check=True)
         results = {}

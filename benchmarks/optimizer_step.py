@@ -1,12 +1,13 @@
 """
-Milliseconds of an optimizer's step beside torch.optim.AdamW(fused=True), each on 19M parameters, in turns.
+How long does a step of each optimizer take beside fused AdamW's? Each updates 19M parameters, in turns.
 
     python benchmarks/optimizer_step.py                       # every optimizer, eager
-    python benchmarks/optimizer_step.py --compile adana       # compiled, these only
+    python benchmarks/optimizer_step.py --compile adana       # compiled, and only this one
     OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py     # with one thread
     python benchmarks/optimizer_step.py --dispatch            # what 290 tiny sharded tensors cost the host
 
-Each round times every optimizer once; printed is the smallest of the rounds' times, and the ratio to fused AdamW's.
+Each round times every optimizer once. Printed are the smallest time of all rounds and its ratio to that of AdamW, which
+optim.py computes by PyTorch's fused kernel. --dispatch compares AdamW and clipping of optim.py with torch's own.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def step_ms(optimizer):
 
 
 def dispatch():
-    """Milliseconds of the host for AdamW and clipping on 290 DTensors of 8 x 8: ours, and torch's."""
+    """Print the milliseconds that AdamW and clipping take the host on 290 DTensors of 8 x 8, ours and torch's."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh('cpu', (1,))

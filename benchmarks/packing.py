@@ -1,14 +1,14 @@
 """
-What packing conversations is worth: the same chats, step for step, packed into sequences and one in a row.
+What is packing worth in fine-tuning on conversations? Trains on the same chats, step for step, packed and unpacked.
 
     python benchmarks/packing.py --init_from=real/smollm2 --dataset=gsm8k --data_dir=data
     python benchmarks/packing.py --init_from=real/smollm2 --dataset=gsm8k --data_dir=data --block_size=512 --steps=10
 
-A step has --sequences sequences of block_size tokens, packed as train_ddp.py packs them. Without packing, the chats of
-a sequence stand one in a row, padded to the longest of them: what a trainer that packs nothing makes of a batch.
-Each way trains a model of its own from init_from, a step of one after a step of the other, so that a busy machine
-slows down both. Their losses per learned token have to be equal, since attention stays within a conversation, or this
-stops. Tokens are those of the conversations: padding counts as work, and not as tokens.
+A step has --sequences sequences of block_size tokens. `packed` packs chats into them as train_ddp.py does. `one in a
+row` gives each chat of a sequence a row of its own, padded to the longest of them, as a trainer without packing does.
+Each way trains its own model from init_from, in turns step by step, so that a busy machine slows down both. Since
+attention stays within a conversation, their losses per learned token have to be equal, else the program stops. Tokens
+are those of the conversations, so the work on padding takes time and adds no tokens.
 """
 
 import argparse
@@ -38,22 +38,22 @@ def chats_of(x, y, starts):
         edges = [*begins[begins < len(inputs)].tolist(), len(inputs)]
         for begin, end in itertools.pairwise(edges):
             learned = (targets[begin:end] >= 0).nonzero()
-            if len(learned):  # else it is padding
-                end = begin + int(learned[-1]) + 1  # a conversation ends with an answer
+            if len(learned):  # else this is padding
+                end = begin + int(learned[-1]) + 1  # a conversation ends with an answer, which is learned
                 found.append((inputs[begin:end], targets[begin:end]))
     return found
 
 
 def in_rows(chats):
-    """The conversations one in a row, padded to the longest: (x, y)."""
+    """(x, y) with one conversation per row, padded to the longest."""
     inputs, targets = zip(*chats, strict=True)
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(inputs, batch_first=True), pad(targets, batch_first=True, padding_value=-1)
 
 
 def print_padding(source):
-    """Of all sequences of a dataset: how much of a pass over it is padding. Without packing as many chats as a sequence
-    holds on average are a batch, drawn at random."""
+    """Print how much of a pass over a dataset is padding. Unpacked batches are drawn at random, each of as many chats
+    as a packed sequence holds on average."""
     x, y, starts = (torch.from_numpy(part) for part in source.read(range(source.n_windows)))
     lengths = torch.tensor([len(inputs) for inputs, _ in chats_of(x, y, starts)])
     chats, per_batch = len(lengths), round(len(lengths) / len(x))
@@ -65,7 +65,7 @@ def print_padding(source):
 
 
 def build(arguments, dtype):
-    """(model, optimizer) that begin with the weights of the folder."""
+    """(model, optimizer); the model starts with the weights of the folder."""
     pretrained = finetune.Pretrained(arguments.init_from, block_size=arguments.block_size)
     with torch.device('meta'):
         model = finetune.for_training(pretrained, dtype)

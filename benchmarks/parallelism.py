@@ -1,10 +1,10 @@
 """
-What cutting sequences, matrices or layers over 2 ranks costs: tokens/s and bytes beside FSDP, and peak memory.
+What does it cost to cut sequences, matrices or layers over 2 ranks? Tokens/s and bytes beside FSDP, and peak memory.
 
     python benchmarks/parallelism.py              # 8 sequences of 1024 tokens a step under each layout, in turns
     python benchmarks/parallelism.py --memory     # 32768 tokens on 2 ranks beside 16384 on one: peak memory
 
-Runs on 2 CPU processes with one thread each.
+The ranks are processes on a CPU, with one thread each. A ratio is taken within a round.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.runs import column, command_of, environment
 RUN = '--dataset=synthetic --arch=llama --n_head=4 --device=cpu --dtype=float32'
 RUN += ' --eval_iters=0 --keep_checkpoints=0 --log_interval=1'
 SPEED = '--n_layer=4 --n_kv_head=2 --n_embd=256 --vocab_size=1024 --block_size=1024 --global_batch_size=8 --max_iters=5'
-# In each a rank has 1024 tokens of a micro-step, or its half of the matrices or of the layers for them.
+# In a micro-step each rank computes 1024 tokens; with half of the matrices under 'tensor', of the layers in 'pipeline'.
 LAYOUTS = {
     'FSDP': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=1'),
     'ring': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=2 --context_parallel=2'),
@@ -32,12 +32,12 @@ LAYOUTS = {
 }
 MEMORY = '--fsdp_impl=manual --batch_size=1 --global_batch_size=1'
 MEMORY += ' --n_layer=2 --n_kv_head=1 --n_embd=128 --vocab_size=4096'
-# glibc keeps in its heap what was freed below 32 MB: a tenth of the peak here, more or less. So it has to return it.
+# glibc keeps freed blocks of up to 32 MB in its heap, here about a tenth of the peak. This makes it return them.
 RETURN_FREED = {'MALLOC_MMAP_THRESHOLD_': '65536'}
 
 
 def measure(nproc, script, keys, *columns, **env):
-    """Some columns of metrics.jsonl of a run."""
+    """Run a script; returns these columns of its metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(script, *RUN.split(), *keys.split(), f'--out_dir={folder}', nproc=nproc)
         subprocess.run(command, cwd=REPO, env=environment(**env), check=True, stdout=subprocess.DEVNULL)

@@ -1,10 +1,11 @@
 """
-SVG by hand, for the pictures of README.md and docs/: a few shapes, and the colours of a light and a dark page.
+Writes SVG for the pictures of README.md and docs/: a few shapes, and colours for light and for dark pages.
 
     save('layouts', draw)      # draw(theme) returns a Drawing: assets/layouts_light.svg and assets/layouts_dark.svg
 
-A page shows 600 units on anything from a phone (390 pixels) to a wide screen, so text of 20 units is small print.
-Colours are Okabe and Ito's, told apart with every kind of colour blindness. The background is the page's.
+A drawing is 600 units wide, on anything from a phone (390 pixels) to a wide screen, so text of 20 units is small print.
+Colours are Okabe and Ito's, which can be told apart with every kind of colour blindness. There is no background, so
+that of the page shows.
 """
 
 import math
@@ -17,8 +18,8 @@ WIDTH = 600
 SMALL, LARGE = 20, 22  # of text
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
-# text, quiet: of words; empty: of what holds nothing; line: of axes; the rest are colours of what is drawn, and those
-# that end with 2 the same for something of the same kind that must be told apart.
+# text and quiet: words; empty: boxes that hold nothing; line: axes. The rest are for what is drawn; where two things of
+# one kind must be told apart, the second has the colour whose name ends with 2.
 Theme = namedtuple('Theme', 'name text quiet empty line blue orange green red pink sky blue2 orange2 green2')
 LIGHT = Theme(
     'light', '#1f2328', '#59636e', '#e8ecf0', '#c4ccd4',
@@ -38,7 +39,7 @@ class Drawing:
     """Shapes in the order in which they were added, the last one in front; y runs downwards."""
 
     def __init__(self, height, about, width=WIDTH):
-        """about: what a reader who does not see it is told."""
+        """about: the text for readers who cannot see the picture."""
         self.width, self.height, self.about, self.shapes = width, height, about, []
 
     def add(self, tag, inside='', **attributes):
@@ -49,7 +50,7 @@ class Drawing:
         self.shapes.append(f'<{tag} {written}>{inside}</{tag}>' if inside else f'<{tag} {written}/>')
 
     def text(self, x, y, words, fill, size=SMALL, anchor='start', bold=False):
-        """anchor: start, middle or end: which point of the words is at x. y is their base line."""
+        """anchor: which point of the words is at x: start, middle or end. y is their base line."""
         more = ({'text_anchor': anchor} if anchor != 'start' else {}) | ({'font_weight': 600} if bold else {})
         self.add('text', escape(words), x=x, y=y, fill=fill, font_size=size, **more)
 
@@ -80,7 +81,7 @@ class Drawing:
 
 
 def scale(first, last, begin, end, logarithmic=False):
-    """A function from values between first and last to places between begin and end."""
+    """A function that maps values from first to last to places from begin to end."""
     to = math.log10 if logarithmic else float
     return lambda value: begin + (to(value) - to(first)) / (to(last) - to(first)) * (end - begin)
 

@@ -1,12 +1,13 @@
 """
-Which part of a model each rank holds under each strategy: said by the model itself, for benchmarks/draw_strategies.py.
+Which part of a model does each rank hold under each strategy? Found by cutting a real model, for
+benchmarks/draw_strategies.py.
 
     held = placements.held_by_all()['ZeRO 3 (FSDP)'][1]     # of rank 1
     held.own['moments']['blocks.0.attn.qkv.weight']     # True where this rank holds the moments of that element
 
-A small model is really made and cut, once for each of 4 ranks, by the modules that the train scripts use. The value of
-each weight is its number in the whole model, so that each rank's tensors say which part of it they are. Collectives do
-nothing (torch's fake process group): where a weight lies is decided before anything is sent.
+For each of 4 ranks a small model is made and cut by the same modules that the train scripts use. The value of each
+weight is its number in the whole model, so the tensors of a rank tell which part of the model they are. Collectives do
+nothing (torch's fake process group), because where a weight lies is decided before anything is sent.
 """
 
 import contextlib
@@ -72,10 +73,10 @@ def local(tensor):
 
 
 class Held:
-    """What one rank holds of each kind in the middle of a step: `own`, where it rests, and `whole`, for a while.
+    """What one rank holds in the middle of a step: in `own` what rests here, in `whole` what is here for a while.
 
-    Both are {kind: {name of a parameter: boolean array of its rows and columns}}. The moment is between forward and
-    backward of the second micro-step: the gradients of the first are there, and moments of the step before.
+    Both are {kind: {name of a parameter: boolean array of its rows and columns}}. The point in time is between forward
+    and backward of the second micro-step, when the gradients of the first are there, and the moments of the last step.
     """
 
     def __init__(self, shapes):
@@ -86,17 +87,17 @@ class Held:
             }
             for _ in range(2)
         )
-        self.copy = 0  # which of the copies that train alone
+        self.copy = 0  # the number of the replica, where replicas train on their own
 
     def mark(self, kind, name, numbers, first, where=None):
-        """These elements, by their numbers in the whole model, are here: they rest here, if nothing else is said."""
+        """Note that the elements with these numbers in the whole model are here. where: self.own unless given."""
         where = self.own if where is None else where
         where[kind][name].reshape(-1)[numbers.flatten().long().numpy() - first] = True
 
 
 @contextlib.contextmanager
 def as_rank(rank):
-    """A process group of which this process is that rank, and which sends nothing."""
+    """A process group that sends nothing, and in which this process has that rank."""
     dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=RANKS)
     try:
         yield
@@ -105,7 +106,7 @@ def as_rank(rank):
 
 
 def held_by_all():
-    """{name: [Held of each rank]} of all STRATEGIES. A process for each rank: torch keeps what one has asked a mesh."""
+    """{name: [Held of each rank]} of all STRATEGIES. Each rank has a process, as torch caches what a mesh answers."""
     with multiprocessing.get_context('spawn').Pool(RANKS) as pool:
         by_rank = pool.map(held_by_rank, range(RANKS))
     return {name: [held[name] for held in by_rank] for name in STRATEGIES}
@@ -154,7 +155,8 @@ def _held(strategy, keys, config, rank):
     run = SimpleNamespace(found=None, start_from=None, pretrained=None, config=config, device=device)
     begin.initialise(raw_model, run)
 
-    # The weights at rest. Then a step whose gradients are these numbers: Adam's first moment is them when beta1 is 0.
+    # First the weights at rest. Then a step whose gradients are the same numbers; with beta1 = 0 Adam's first moments
+    # are the gradients, so they are these numbers, too.
     optimizer = optim.from_config(raw_model, config, device)
     named = dict(raw_model.named_parameters())
     for name, parameter in named.items():
@@ -176,7 +178,7 @@ def _held(strategy, keys, config, rank):
     model(tokens, tokens)[0].backward()
     weight_of = {weight: unit for unit in model.units for weight in unit.weights}
     name_of, modules = {}, {module: module_name for module_name, module in raw_model.named_modules()}
-    slices = getattr(raw_model, 'slices', {})  # of matrices or experts that ranks share: only these are gathered
+    slices = getattr(raw_model, 'slices', {})  # this rank's part of matrices or experts: no more is gathered
 
     def mark_whole(kind, name):
         part = slices[name].of(numbers[name]) if name in slices else numbers[name]

@@ -1,14 +1,16 @@
 """
-compare.py --plan beside what was measured: published runs of others, and runs on this machine over slowed links.
+How far off is compare.py --plan? Its predictions beside runs that others have published, and beside runs on this
+machine over slowed links.
 
     python benchmarks/planner.py                                     # published runs: the error of each, in a table
     python benchmarks/planner.py --measure --ranks=2 --links=none,1000,100 --out=out/planner     # Linux, as root
     python benchmarks/planner.py --show --out=out/planner            # all that was measured, beside its prediction
 
---measure: two hosts as in benchmarks/slow_link.py, with --ranks/2 ranks each. First the step of one process, in as many
-processes at once as there will be ranks; then for each link in Mbit/s (none: unshaped) the link itself and --turns runs
-of every layout, of which the median counts. The planner gets the step, the link and the number of cores, and no step of
-several ranks. Called again it goes on where it was ended.
+--measure makes two hosts as benchmarks/slow_link.py does, with --ranks/2 ranks on each. First it times the step of one
+process, with as many processes at once as there will be ranks. Then, for each link in Mbit/s (none: unshaped), it
+measures the link itself and runs every layout --turns times, of which the median counts. The planner is told the step,
+the link and the number of cores, and no time of a step on several ranks. If it was stopped, call it again: it goes on
+from there.
 """
 
 import argparse
@@ -35,25 +37,25 @@ SIZES = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'mlp_hidden_dim')
 MODELS = {
     '8B': (32, 32, 8, 4096, 14336),
     '70B': (80, 64, 8, 8192, 28672),
-    '405B': (128, 128, 8, 16384, 53248),  # 126, of which the fullest of 8 or 16 stages has as many as of 128
+    '405B': (128, 128, 8, 16384, 53248),  # in fact 126 layers; the fullest of 8 or 16 stages has as many as with 128
     '3B': (28, 32, 32, 3072, 8192),
 }
-# value: tokens/s per GPU, or with TFLOP/s in the name that. precision: 'fp8' doubles the peak of the matmuls.
+# value: tokens/s per GPU, or TFLOP/s per GPU where the name says so. precision: 'fp8' doubles the peak of the matmuls.
 # kernels: 'titan': FlashAttention-2 and HBM2e of 2.4 TB/s, 'te': cuDNN's attention. batch: sequences of a micro-step.
 Published = namedtuple('Published', 'name model gpus precision kernels tokens batch micro_steps mode keys value')
 TP8 = {'tensor_parallel': 8}
 ASYNC = {'async_tensor_parallel': True}
-ONCE = {'fsdp_impl': 'manual', 'zero_stage': 1}  # in a pipeline weights are gathered once per step by all of these
+ONCE = {'fsdp_impl': 'manual', 'zero_stage': 1}  # all of these pipelines gather the weights once per step
 RUNS = [
     Published('8B fp8 32k FSDP8', '8B', 8, 'fp8', 'titan', 32768, 1, 1, 'full', {}, 3890),
     *(Published(f'8B fp8 {k}k CP{n}', '8B', 8, 'fp8', 'titan', 32768 * n, 1, 1, 'full',
-                {'context_parallel': n, 'context_impl': 'gather'}, value)  # as torch's own does it by default
+                {'context_parallel': n, 'context_impl': 'gather'}, value)  # as torch's context parallelism by default
       for k, n, value in ((65, 2, 2540), (131, 4, 1071), (262, 8, 548))),
     Published('8B bf16 FSDP8 TP8', '8B', 64, 'bf16', 'titan', 8192, 12, 1, 'half', TP8, 4378),
     Published('8B bf16 FSDP8 TP8 async', '8B', 64, 'bf16', 'titan', 8192, 12, 1, 'half', {**TP8, **ASYNC}, 4809),
     Published('70B fp8 FSDP32 TP8', '70B', 256, 'fp8', 'titan', 8192, 16, 1, 'full', TP8, 829),
     Published('70B fp8 FSDP32 TP8 async', '70B', 256, 'fp8', 'titan', 8192, 16, 1, 'full', {**TP8, **ASYNC}, 876),
-    # torchtitan then cut a batch of 32 into as many micro-steps as there were parts: 8, or 16 with two chunks
+    # torchtitan then cut a batch of 32 into as many micro-steps as the model had parts: 8, or 16 with two chunks
     Published('405B fp8 8x8x8 1F1B', '405B', 512, 'fp8', 'titan', 8192, 4, 8, 'full',
               {**TP8, **ASYNC, 'pipeline_stages': 8, **ONCE}, 100),
     Published('405B fp8 8x8x8 interleaved', '405B', 512, 'fp8', 'titan', 8192, 2, 16, 'full',
@@ -62,19 +64,20 @@ RUNS = [
               {**ASYNC, 'tensor_parallel': 4, 'pipeline_stages': 8, 'pipeline_chunks': 5, **ONCE}, 1602),
     Published('405B fp8 TP8 PP8 CP2 VP8', '405B', 1024, 'fp8', 'te', 8192, 1, 64, 'none',
               {**TP8, **ASYNC, 'pipeline_stages': 8, 'pipeline_chunks': 8, 'context_parallel': 2, **ONCE}, 292),
-    # how many chunks is not said: two layers in each, as in the rows before
+    # the number of chunks was not published; taken are two layers in each, as in the rows before
     Published('405B TP8 PP16, TFLOP/s', '405B', 8192, 'bf16', 'te', 8192, 1, 32, 'none',
               {**TP8, 'pipeline_stages': 16, 'pipeline_chunks': 4, **ONCE}, 430),
     Published('405B TP8 PP16 CP16, TFLOP/s', '405B', 16384, 'bf16', 'te', 131072, 1, 16, 'none',
               {**TP8, 'pipeline_stages': 16, 'pipeline_chunks': 4, **ONCE, 'context_parallel': 16,
                'context_impl': 'gather'}, 380),
-    # the batch grows with the ranks, how is not said
+    # the batch grows with the ranks, but how was not published
     *(Published(f'3B TP{t}', '3B', t, 'bf16', 'titan', 4096, t, 1, 'none', {'tensor_parallel': t}, value)
       for t, value in ((2, 14167), (4, 13460), (8, 10889), (16, 6159), (32, 3610))),
 ]  # fmt: skip
 
 
-# Runs of the same people on one node, of which none is judged: how fast their GPUs are, as --measured would say.
+# Runs of the same authors on one node. They are not among the judged ones: they say how fast the GPUs of these authors
+# are, as compare.py's --measured would.
 ANCHORS = {
     ('titan', 'bf16'): Published('8B bf16 FSDP8', '8B', 8, 'bf16', 'titan', 8192, 2, 1, 'half', {}, 6667),
     ('titan', 'fp8'): Published('8B fp8 FSDP8', '8B', 8, 'fp8', 'titan', 8192, 2, 1, 'half', {}, 8532),
@@ -83,7 +86,7 @@ ANCHORS = {
 
 
 def predict_published(run, scale=1.0):
-    """(prediction of the run's value, {'compute', 'exposed', ...}: seconds). scale: of what a GPU takes alone."""
+    """(prediction of the run's value, {'compute', 'exposed', ...: seconds}). scale: of the time a GPU takes alone."""
     cluster = step_time.assumed('h100', run.gpus, min(8, run.gpus))
     device = cluster.device
     memory, attention = (0.9 * 2.4e12, 0.35) if run.kernels == 'titan' else (device.memory, 0.55)
@@ -105,7 +108,7 @@ def predict_published(run, scale=1.0):
     if 'TFLOP/s' in run.name:
         model = sizes.empty_model(config)
         attention = model.flops_of_attention
-        layers = 126 / 128  # those that there really are
+        layers = 126 / 128  # of those in MODELS 126 exist
         rate *= (model.flops_per_token() - attention / 2) * layers / 1e12  # causal
     return rate, found
 
@@ -176,14 +179,14 @@ def alone(ranks):
     fsdp = {'batch_size': 8 // ranks, 'global_batch_size': 8 // ranks}
     return {
         f'alone-{ranks}': ('train_ddp.py', fsdp),
-        f'alone-{ranks}-small': ('train_ddp.py', {**fsdp, 'batch_size': 1}),  # as many sequences, one by one
+        f'alone-{ranks}-small': ('train_ddp.py', {**fsdp, 'batch_size': 1}),  # the same sequences one at a time
         f'alone-{ranks}-fsdp': ('train_fsdp.py', fsdp),
         f'alone-{ranks}-manual': ('train_fsdp.py', {**fsdp, **MANUAL}),
     }
 
 
 def measure_alone(ranks, out):
-    """The runs of alone(), each in as many processes at once as there will be ranks."""
+    """Do the runs of alone(), each in as many processes at once as there will be ranks."""
     from benchmarks.runs import environment
 
     for name, (script, keys) in alone(ranks).items():
@@ -202,7 +205,7 @@ def measure_alone(ranks, out):
 
 
 def measure(ranks, mbit, out, names, turns):
-    """out/RANKS-MBIT.json: {layout: [seconds of a step in each run]} over one link, and the rows of links.py."""
+    """Write out/RANKS-MBIT.json: {layout: [seconds of a step in each run], 'links': rows of links.py} over one link."""
     from slow_link import INTERFACE, SlowLink
 
     path = out / f'{ranks}-{mbit}.json'

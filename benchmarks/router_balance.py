@@ -1,14 +1,16 @@
 """
-What does it cost to balance the experts of a mixture by the load of the step before? Four rules beside each other.
+What does it cost to balance the experts of a mixture by the load of the step before? Compares four rules.
 
     python prepare_data.py
     python benchmarks/router_balance.py                # 12 runs of 800 steps, 25 minutes on one CPU core
     python benchmarks/router_balance.py --experts=16 --learning_rate=6e-3
 
-before    model.Router.loss_sum() as it is: the load of the step before, the same on any number of ranks
-same      the load of the same tokens, as is usual; exact here, where one process sees the whole batch at once
+before    model.Router.loss_sum() as it is: the load of the step before, which is the same on any number of ranks
+same      the load of the same tokens, as is usual; it is exact here, since one process sees the whole batch at once
 bias      no balancing loss, but router_bias=0.001, which follows the load of the step before (arXiv 2408.15664)
-none      no balance at all
+none      no balancing at all
+
+Each rule trains with the same seeds, so losses are compared in pairs. docs/log.md has what came out.
 """
 
 import argparse
@@ -29,7 +31,7 @@ RUN |= {'keep_checkpoints': 0, 'router_aux': 0.01, 'resume': 'never'}
 
 
 def train_with_the_load_of_the_same_tokens():
-    """train_ddp.py with the rest of the command line, but for the load that the routers' loss knows."""
+    """Run train_ddp.py with the rest of the command line, where the routers' loss uses the load of its own tokens."""
     import runpy
 
     import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Start scripts as a user does, and read what they leave in out_dir: for the benchmarks, and for the tests."""
+"""Starts scripts as a user does, and reads what they leave in out_dir: for benchmarks and tests."""
 
 import ctypes
 import json
@@ -9,25 +9,25 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-SHARED = REPO.parent / 'shared'  # test material that may be missing: the tests that need it say so
+SHARED = REPO.parent / 'shared'  # material for tests, which may be missing; tests that need it say so
 
 # A step takes milliseconds, and 3 ranks get uneven shards of 40, 56 and 120 rows.
 TINY_MODEL = ['--n_layer=3', '--n_head=2', '--n_embd=40', '--mlp_hidden_dim=56', '--block_size=32', '--batch_size=2']
 TINY_RUN = ['--device=cpu', '--learning_rate=3e-3', '--warmup_iters=5', '--log_interval=1', '--eval_iters=2']
 TINY_SYNTHETIC = [*TINY_MODEL, *TINY_RUN[:-1], '--dtype=float32', '--dataset=synthetic', '--vocab_size=257']
-TINY_EXPERTS = ['--arch=qwen3', '--n_experts=4', '--expert_hidden_dim=16']  # in the place of each MLP
+TINY_EXPERTS = ['--arch=qwen3', '--n_experts=4', '--expert_hidden_dim=16']  # in place of each MLP
 
 LAUNCHERS_VARIABLES = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split()
 
 
 def environment(threads=1, **changes):
-    """This process's environment without a launcher's variables, on `threads` threads per process.
+    """This process's environment without a launcher's variables, with `threads` threads per process.
 
-    And without HF_HUB_OFFLINE, which finetune.py has set here: the scripts do that themselves, where they need it.
+    HF_HUB_OFFLINE is removed, too: huggingface/ sets it in this process, and scripts set it themselves where they must.
     """
     removed = (*LAUNCHERS_VARIABLES, 'HF_HUB_OFFLINE')
     env = {key: value for key, value in os.environ.items() if key not in removed}
-    # torchrun's --local_addr: without it, it looks up this machine's name, which not every machine can resolve.
+    # PET_LOCAL_ADDR is torchrun's --local_addr. Without it torchrun looks up the machine's name, which may not resolve.
     return {**env, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1', 'PET_LOCAL_ADDR': '127.0.0.1', **changes}
 
 
@@ -57,7 +57,7 @@ def run_script(script, *arguments, nproc=None, check=True, cwd=REPO, timeout=120
 
 
 def end_with_parent():
-    """In a daemon before it starts: Linux kills it when the program that started it ends, however that ends."""
+    """For preexec_fn: lets Linux kill the new process when the program that started it ends, however that ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
 
 

@@ -1,17 +1,18 @@
 """
-Two hosts on one machine with a slow network between them, and what that network costs each way to train.
+What does a slow network cost each strategy? Makes two hosts on one machine with a slow cable between them.
 
-    python benchmarks/slow_link.py --data_dir=data --dataset=stdlib-bpe2048   # the table of docs/log.md: 1.5 hours
+    python benchmarks/slow_link.py --data_dir=data --dataset=stdlib-bpe2048   # all cases and links: 1.5 hours
     python benchmarks/slow_link.py --short --cases=ddp,diloco-20 --links=none,100        # random tokens, some minutes
 
-The hosts are network namespaces, the cable is a veth pair that `tc` slows down, and the training is real torchrun with
-two nodes over it. Linux alone has that, for root alone; `ip` and `tc` are in the package iproute2.
+With --steps=400 the first command is that of the table in docs/log.md. It needs stdlib-bpe2048 (python
+prepare_data.py). The hosts are network namespaces, the cable is a veth pair that `tc` slows down, and training is real
+torchrun with two nodes over it. This works only on Linux and only as root; `ip` and `tc` are in the package iproute2.
 
-tokens/s: tokens trained / sum of time/total, without the first rows; when the clock on the wall disagrees by more than
-5%, a line says so. Bytes: what one host's interface sent between two rows of metrics.jsonl, per step or per round. The
-validation loss does not depend on the link: it is that of the unshaped runs, which all see equally many tokens and are
-repeated with each seed (mean, smallest and largest loss; mean tokens/s). On a slow link there are as few steps as give
-a rate.
+tokens/s are tokens trained / the sum of time/total, without the first rows; if the wall clock disagrees by more than
+5%, a line says so. Bytes are what one host's interface sent between two rows of metrics.jsonl, per step or per round.
+The validation loss does not depend on the link, so it is given for the unshaped runs, which all see the same number of
+tokens. These are repeated with each seed, for the mean, smallest and largest loss and the mean tokens/s. Over a slow
+link a run has only as many steps as it takes to measure a rate.
 """
 
 import argparse
@@ -35,10 +36,10 @@ sys.path.insert(0, str(REPO))
 
 from benchmarks.runs import end_with_parent, environment, metrics
 
-ADDRESSES = ('10.77.0.1', '10.77.0.2')  # the two hosts' own network: nothing of this machine's is seen from inside
+ADDRESSES = ('10.77.0.1', '10.77.0.2')  # of the two hosts, which see no other network of this machine
 INTERFACE = 'veth0'  # on both
 PORT = 29500  # of torchrun's store, on the first host
-NAMESPACE = re.compile(r'slow-link-(\d+)-\d+-[ab]')  # the process that made it, its count of links, host
+NAMESPACE = re.compile(r'slow-link-(\d+)-\d+-[ab]')  # id of the process that made it, number of the link, host
 numbers = itertools.count()
 
 Finished = namedtuple('Finished', 'outputs returncodes')  # of the two nodes, in order
@@ -52,7 +53,7 @@ class NoSlowLink(Exception):
 
 
 def call(*words):
-    """Run ip or tc and return what it printed. Raises NoSlowLink with its own words when it fails."""
+    """Run ip or tc and return what it printed. If that fails, raises NoSlowLink with the program's own words."""
     result = subprocess.run([*map(str, words)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode != 0:
         raise NoSlowLink(f'{" ".join(map(str, words))}: {" ".join(result.stderr.split())}')
@@ -60,7 +61,7 @@ def call(*words):
 
 
 def kill_all(namespace):
-    """End every process in the namespace, whoever started it: torchrun's workers are in sessions of their own."""
+    """End every process in the namespace. torchrun's workers are in sessions of their own, so no group has them all."""
     for _ in range(100):
         pids = call('ip', 'netns', 'pids', namespace).split()
         if not pids:
@@ -73,7 +74,7 @@ def kill_all(namespace):
 
 
 def remove_leftovers():
-    """Remove the namespaces of processes that were killed before they could."""
+    """Remove the namespaces of processes that were killed before they could do so."""
     for match in NAMESPACE.finditer(call('ip', 'netns', 'list')):
         if not Path('/proc', match[1]).exists():
             with contextlib.suppress(NoSlowLink):  # somebody else was quicker
@@ -88,8 +89,8 @@ class SlowLink:
         with SlowLink(mbit=100) as link:
             link.run('train_ddp.py', '--max_iters=10')
 
-    The hosts share everything but the network: files, cores and memory. At the end all processes in the namespaces are
-    killed and the namespaces removed. Raises NoSlowLink where that cannot be had.
+    The hosts share files, cores and memory, everything but the network. At the end all processes in the namespaces are
+    killed and the namespaces removed. Raises NoSlowLink on a machine that cannot have namespaces.
     """
 
     def __init__(self, mbit=100):
@@ -108,7 +109,7 @@ class SlowLink:
             for namespace in self.namespaces:
                 call('ip', 'netns', 'add', namespace)
             one, other = self.namespaces
-            # Jumbo frames: with 1500 bytes 4.5% of what is sent would be headers, and the rate is that of all of it.
+            # Jumbo frames, since `tc` also counts headers: with frames of 1500 bytes they would be 4.5% of the rate.
             call('ip', 'link', 'add', INTERFACE, 'netns', one, 'mtu', 9000,
                  'type', 'veth', 'peer', 'name', INTERFACE, 'netns', other, 'mtu', 9000)  # fmt: skip
             for namespace, address in zip(self.namespaces, ADDRESSES, strict=True):
@@ -139,7 +140,7 @@ class SlowLink:
             if 'tbf' in call(*queue, 'show', 'dev', INTERFACE):
                 call(*queue, 'delete', 'dev', INTERFACE, 'root')
             if mbit is not None:
-                # What may go out at once after a pause: 10 ms' worth, but two frames at least.
+                # After a pause so many bytes may go out at once: 10 ms' worth, but at least two frames.
                 burst = max(int(mbit * 1e6 / 8 * 0.01), 20_000)
                 call(*queue, 'add', 'dev', INTERFACE, 'root',
                      'tbf', 'rate', f'{mbit}mbit', 'burst', burst, 'latency', '100ms')  # fmt: skip
@@ -166,10 +167,11 @@ class SlowLink:
         """
         `torchrun --nnodes=2 --nproc_per_node=nproc script arguments` on both hosts, one thread per process.
 
-        timeout: seconds for all of it. patience: once one node has failed the other gets so many seconds to say why it
-        stops. meanwhile: function without arguments that is called every 20 ms.
-        Returns Finished(outputs, returncodes). Raises RuntimeError with both outputs when a node failed or time is up;
-        no process is left in any case.
+        timeout: seconds for all of it. patience: seconds that one node gets to say why it stops once the other has
+        failed. meanwhile: function without arguments that is called every 20 ms.
+
+        Returns Finished(outputs, returncodes). Raises RuntimeError with both outputs if a node failed or time is up. In
+        any case no process is left.
         """
         began = time.monotonic()
         with tempfile.TemporaryFile() as one, tempfile.TemporaryFile() as other:
@@ -222,7 +224,7 @@ class RowWatch:
         if self.path.exists() and self.path.stat().st_size > self.size:
             now, counters = time.monotonic(), self.link.counters()
             self.size = self.path.stat().st_size
-            with contextlib.suppress(ValueError, IndexError):  # half a line: the next call sees the whole
+            with contextlib.suppress(ValueError, IndexError):  # half a line; the next call sees all of it
                 self.seen[json.loads(self.path.read_text().splitlines()[-1])['step']] = (now, counters)
 
     def bytes_per_step(self, first, last):
@@ -233,20 +235,20 @@ class RowWatch:
 
 # --- THE TABLE --------------------------------------------------------------------------------------------------------
 
-# round: optimizer steps from one exchange to the next; bytes are given for a round.
-# steps: {Mbit/s: optimizer steps of a run on such a link}; a rate in between takes the entry of the next slower one.
-# formula: function of (weights in blocks, other weights, ranks) -> bytes that a rank sends per round, in fp32;
-# None: the run's own, `diloco/bytes_formula` in metrics.jsonl.
+# round: optimizer steps from one exchange to the next; bytes are given per round.
+# steps: {Mbit/s: optimizer steps of a run on such a link}; a rate in between takes the entry of the next slower link.
+# formula: function of (weights in blocks, other weights, ranks) that returns the bytes a rank sends per round, in fp32;
+# None: what the run itself says, `diloco/bytes_formula` in metrics.jsonl.
 Case = namedtuple('Case', 'script arguments round steps formula')
 
 
 def ddp_bytes(blocks, others, M):
-    """Of one all-reduce of the gradients."""
+    """Bytes of one all-reduce of the gradients."""
     return 2 * (M - 1) / M * 4 * (blocks + others)
 
 
 def fsdp_bytes(blocks, others, M):
-    """All-gathers: blocks twice, the rest once. Reduce-scatter: over gloo an all-reduce inside, so it counts twice."""
+    """Blocks are gathered twice, the rest once. A reduce-scatter counts twice, since over gloo it is an all-reduce."""
     return (M - 1) / M * 4 * (4 * blocks + 3 * others)
 
 
@@ -271,7 +273,8 @@ CASES = {
 
 
 def fewest_steps(case):
-    """Of a run that gives a figure: the first round is left out, and the last ends with an evaluation."""
+    """Steps of the shortest run that gives a figure. Its first round is left out, and its last ends with an
+    evaluation."""
     return 3 * max(case.round, 4)
 
 
@@ -285,19 +288,19 @@ def steps_on(case, mbit, arguments):
 
 
 def measure(link, case, steps, out_dir, keys):
-    """Run a case over the link; a dict: tokens_per_sec, by_clock (the same by the wall's), bytes, formula, waited
-    (seconds per round, DiLoCo), val_loss."""
+    """Run a case over the link. Returns a dict: tokens_per_sec, by_clock (the same by the wall clock), bytes and
+    formula (counted and computed, per round), waited (seconds per round, only DiLoCo), val_loss."""
     warm_up = max(case.round, 4)  # steps left out
     watch = RowWatch(link, out_dir)
     keys = [*keys, *case.arguments, f'--out_dir={out_dir}', f'--max_iters={steps}']
-    keys.append(f'--log_interval={max(case.round, 2)}')  # 2: one of them may be profiled, then the other is its time
+    keys.append(f'--log_interval={max(case.round, 2)}')  # 2, as one step may be profiled: the other gives the time
     link.run(case.script, 'config/quickstart.py', *keys, timeout=7200, meanwhile=watch)
     rows = metrics(out_dir)
     tokens_per_step = rows[-1]['tokens'] / rows[-1]['step']
     timed = [(row['step'] - before['step'], row['time/total'])
              for before, row in itertools.pairwise(rows) if before['step'] >= warm_up]  # fmt: skip
     seconds = sum(count * milliseconds for count, milliseconds in timed) / 1000
-    # The last row comes after an evaluation, where FSDP gathers weights, too.
+    # The last row is left out: it comes after an evaluation, in which FSDP gathers weights, too.
     seen = sorted(step for step in watch.seen if step >= warm_up)
     first, last = seen[0], seen[-2]
     result = {

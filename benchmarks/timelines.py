@@ -1,12 +1,13 @@
 """
-What a GPU does when in an optimizer step, by strategy, for benchmarks/draw_strategies.py: planned, not measured.
+What does a GPU do when in an optimizer step, under each strategy? Planned, not measured, for
+benchmarks/draw_strategies.py.
 
     bars = timelines.of('ZeRO 3 (FSDP)')     # [(lane, kind, begin, end)], in seconds
 
-How long a block computes and a message takes is what planning/step_time.py assumes of H100s; in which order that
-happens is what the scripts do: fsdp_manual.py gathers one block ahead and reduces behind, DDP sums up in backward, a
-pipeline follows pipeline_manual.timetable(). Messages of a GPU take turns. step_time.step() has the same
-step as one sum.
+How long a block computes and how long a message takes is what planning/step_time.py assumes for H100s. The order is
+that of the scripts: fsdp_manual.py gathers one block ahead and reduces each block after its backward, DDP all-reduces
+during backward, and a pipeline follows pipeline_manual.timetable(). A GPU sends one message at a time. step_time.step()
+computes the length of the same step as one sum.
 """
 
 import sys
@@ -18,7 +19,7 @@ import pipeline_manual
 from planning import layouts, sizes, step_time, traffic
 
 GPUS, NODE_GPUS = 4, 2
-# 8 blocks as wide as Llama 3 8B's. Four sequences a step.
+# 8 blocks as wide as those of Llama 3 8B, and four sequences per step.
 MODEL = dict(
     arch='llama', n_layer=8, n_head=32, n_kv_head=8, n_embd=4096, mlp_hidden_dim=14336, vocab_size=32000,
     block_size=4096, global_batch_size=4, batch_size=1,
@@ -34,13 +35,13 @@ STRATEGIES = {  # name in the picture -> strategy, script, keys
 
 
 class Lane:
-    """What does one thing after the other."""
+    """Something that does one thing after the other: a GPU's computing, or its network."""
 
     def __init__(self, name, bars):
         self.name, self.bars, self.free = name, bars, 0.0
 
     def run(self, kind, ready, seconds):
-        """Do this as soon as it is `ready` and the lane is free; when it is over."""
+        """Do this for so many seconds, as soon as it is `ready` and the lane is free; returns when it ends."""
         begin = max(ready, self.free)
         self.free = begin + seconds
         if seconds > 0:
@@ -56,7 +57,7 @@ def of(name):
 
 
 def planned(name):
-    """Seconds of the same step by step_time.step()."""
+    """Seconds that step_time.step() predicts for the same step."""
     strategy, script, own = STRATEGIES[name]
     config = layouts.keys_of(script, {**MODEL, **own}, on_cpu=False)
     return step_time.step(config, strategy, step_time.assumed('h100', GPUS, NODE_GPUS))['step']
@@ -91,7 +92,8 @@ def of_ddp(config, strategy, cluster):
 
 
 def of_fsdp(config, strategy, cluster):
-    """ZeRO 3, of all ranks or of each copy's. Copies of HSDP average; those of DiLoCo do not meet in this step."""
+    """ZeRO 3 over all ranks, or over the ranks of each copy. Copies average their gradients under HSDP; under DiLoCo
+    they exchange nothing in this step."""
     tensor = config.get('tensor_parallel', 1)
     ranks = GPUS // tensor
     mine, model, ((forward, backward), root) = model_and_work(config, cluster)
@@ -117,13 +119,13 @@ def of_fsdp(config, strategy, cluster):
     compute, network = Lane('computes', bars), Lane('sends', bars)
 
     def run_block(kind, ready, seconds, seconds_waited):
-        """A block; with tensor parallelism its halves, attention and MLP, between messages that nothing hides."""
+        """A block. Under tensor parallelism its halves, attention and MLP, lie between messages that nothing hides."""
         if not seconds_waited:
             return compute.run(kind, ready, seconds)
         for _ in range(2):
             for is_message in (True, False, True):
                 begin, ready = ready, ready + (seconds_waited / 4 if is_message else seconds / 2)
-                # Between the GPUs of a node, which FSDP's messages between nodes do not hold up.
+                # These go between the GPUs of a node, so FSDP's messages between nodes do not hold them up.
                 bars.append((network.name, 'sends', begin, ready) if is_message else (compute.name, kind, begin, ready))
         compute.free = ready
         return ready
@@ -137,7 +139,7 @@ def of_fsdp(config, strategy, cluster):
             arrives = network.run('sends', begin, gather)
         run_block('forward', begin, forward, waits[0])
     compute.run('forward', 0.0, sum(root))
-    arrives = compute.free  # the last block has stayed
+    arrives = compute.free  # the last block is still gathered
     for number in reversed(range(blocks)):
         begin = max(arrives, compute.free)
         if number > 0:
@@ -166,7 +168,7 @@ def of_pipeline(config, strategy, cluster):
             follower = pipeline_manual.used_by(action, stages - 1)
             if follower:
                 arrived[follower] = done + (hop if follower.part != action.part else 0.0)
-    over = max(lane.free for lane in lanes)  # the norm of all gradients
+    over = max(lane.free for lane in lanes)  # clipping needs the norm of all gradients, so all stages wait
     for stage, lane in enumerate(lanes):
         in_blocks, at_ends = sizes.parameters_of_stage(config, sizes.empty_model(config), stage)
         lane.run('update', over, sizes.count([*in_blocks, *at_ends]) * cluster.device.update)

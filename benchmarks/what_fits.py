@@ -1,12 +1,12 @@
 """
-Which model trains on which card, and how? Prints the table of docs/memory.md.
+Which model trains on which card, and with which keys? Prints both tables of docs/memory.md.
 
     python benchmarks/what_fits.py                        # 51 dry runs, about 6 minutes
     python benchmarks/what_fits.py --models=1B            # 17 of them
 
-Each cell is the total that --dry_run of a train script prints for one GPU, in GB of 1e9 bytes. No GPU, no weights and
-no network are needed: the models are Llama's shapes as config.json. A dry run talks to nobody, so what each of four
-GPUs takes is asked of rank 0 alone.
+Each cell is the total that --dry_run of a train script prints for one GPU, in GB of 1e9 bytes. This needs no GPU, no
+weights and no network, since a config.json with Llama's shapes is enough. A dry run does not communicate, so for four
+GPUs only rank 0 is started.
 """
 
 import argparse
@@ -37,10 +37,10 @@ ALL_LLAMAS = {
     'tie_word_embeddings': False,
 }
 
-# One sequence of 4096 tokens at a time, 16 in a step, and of each block its input alone is kept.
+# One sequence of 4096 tokens at a time, 16 in a step. Of each block only the input is kept for backward.
 COMMON = ['--dataset=synthetic', '--block_size=4096', '--batch_size=1', '--global_batch_size=16']
 COMMON += ['--activation_checkpointing=full', '--dtype=bfloat16', '--device=cuda', '--dry_run']
-# GPUs -> what is typed before these. A later key replaces an earlier one.
+# GPUs -> script and keys. The keys come after those of COMMON, and a later key replaces an earlier one.
 WAYS = {
     1: [
         'train_ddp.py --activation_checkpointing=none',
@@ -79,7 +79,7 @@ def bytes_of(way, folder, gpus):
 
 
 def cell(device, host):
-    """Bold if it fits a card of 24 GB, plain if one of 80, else in brackets."""
+    """Bold if it fits on a card of 24 GB, plain if on one of 80 GB, else in brackets."""
     marks = '**{}**' if device + ROOM <= 24 else '{}' if device + ROOM <= 80 else '({})'
     return marks.format(f'{device:.1f}') + (f' + {host:.0f}' if host else '')
 

@@ -194,10 +194,11 @@ class Plan:
 def advice(steps, inner_steps, outer_momentum):
     """A warning if a run has too few rounds for its outer momentum; '' if it has enough, or is over.
 
-    A momentum mu remembers 1 / (1 - mu) rounds, and moves the parameters up to lr / (1 - mu) times as far as they went
-    in a round: 7 times with lr=0.7 and mu=0.9. Both make it take more rounds until the effect of the first rounds has
-    worn off. In runs of 20 to 200 rounds, 4 / (1 - mu)^2 rounds separated those that did well from those that did not
-    (docs/diloco.md).
+    An outer momentum mu averages over about the last 1 / (1 - mu) rounds, and with outer learning rate lr it moves the
+    parameters up to lr / (1 - mu) times as far as they went in a round: 7 times with lr=0.7 and mu=0.9. So in the first
+    rounds the parameters overshoot, and a short run ends before that has decayed. How many rounds are enough is a rule
+    of thumb from runs of small models over 20 to 200 rounds: 4 / (1 - mu)^2 rounds separated the runs that did well
+    from those that did not (docs/diloco.md).
     """
     rounds = steps / inner_steps
     if rounds <= 0 or outer_momentum == 0 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:

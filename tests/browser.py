@@ -1,5 +1,5 @@
 """
-Debian's chromium without a screen, steered through a pipe in its DevTools protocol: for the tests of report.html.
+Debian's chromium without a screen, controlled by its DevTools protocol through a pipe: for the tests of report.html.
 
     with Browser() as browser:
         browser.open('out/sweep_lr/report.html', width=390)
@@ -20,13 +20,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-# As root there is no sandbox; the others keep it from asking the network for updates of its own.
+# Root can have no sandbox. Most of the other flags keep chromium from asking the network for updates.
 FLAGS = '--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking'
 FLAGS += ' --disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe'
 
 
 class Browser:
-    """One page. Messages are JSON with a zero byte behind each; answers have the number of their question."""
+    """One page. Messages are JSON, each ended by a zero byte; an answer has the number of its question."""
 
     def __enter__(self):
         self.profile = tempfile.mkdtemp()
@@ -49,14 +49,14 @@ class Browser:
 
     def __exit__(self, *_):
         with contextlib.suppress(BrokenPipeError):
-            self.sends.close()  # at which it ends
+            self.sends.close()  # chromium ends when its pipe is closed
         self.process.terminate()
         self.process.wait()
         self.answers.close()
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def ask(self, method, **parameters):
-        """The result of a command; what happens meanwhile goes to self.events."""
+        """Send a command; returns its result. Events that come meanwhile go to self.events."""
         self.number += 1
         message = {'id': self.number, 'method': method, 'params': parameters, **self.session}
         self.sends.write(json.dumps(message).encode() + b'\0')

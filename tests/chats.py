@@ -46,7 +46,7 @@ def make_tokenizer(folder, template=None, eos='<|im_end|>', bos='<s>', trim_offs
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # It learns ' the' as one token, and none of ' d' and '\n  ', which the tests below rely on.
+    # Tests rely on what it learns: ' the' is one token, ' d' and '\n  ' are not.
     tokenizer.train_from_iterator(['the user asks the assistant, and the system is there\n'] * 20, trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, bos_token=bos)
     fast.chat_template = template
@@ -65,7 +65,7 @@ def encoder_of(folder):
 
 
 def flags_of(dataset, split):
-    """All flags of a split, with a check of every mask against meta.json."""
+    """All flags of a split; checks every mask against meta.json."""
     shards = meta_of(dataset)['splits'][split]['shards']
     for shard in shards:
         content = (dataset / shard['mask_file']).read_bytes()
@@ -74,7 +74,7 @@ def flags_of(dataset, split):
 
 
 def conversations_of(dataset, split):
-    """[(decoded text, [decoded learned parts])] of a split's conversations, with a check of the totals in meta.json."""
+    """[(decoded text, [decoded learned parts])] of the conversations of a split; checks the totals in meta.json."""
     tokenizer, tokens, flags = tokenizer_of(dataset), tokens_of(dataset, split), flags_of(dataset, split)
     starts = [*np.flatnonzero(flags & FIRST), len(tokens)]
     assert starts[0] == 0

@@ -1,4 +1,5 @@
-"""Fixtures that several test files share. Helpers: launch.py starts processes, outputs.py reads what runs leave."""
+"""Fixtures that several test files share. Helpers are in launch.py (starts processes), outputs.py (reads what runs
+leave) and the other files here without `test_`."""
 
 import os
 import signal
@@ -8,11 +9,11 @@ from pathlib import Path
 import pytest
 from launch import prepare_tiny
 
-# A shell starts what runs in the background with SIGINT ignored, nohup with SIGHUP, and both are inherited.
+# In the background of a shell SIGINT is ignored, under nohup SIGHUP, and the processes of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The files that take longest come first, or one worker would end with them alone.
+# The files that take longest come first; otherwise one worker would still run them when the others have ended.
 LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco']
 LONGEST += ['test_finetune_runs', 'test_finetune', 'test_fsdp_manual', 'test_signals', 'test_prepare_data']
 LONGEST += ['test_elastic', 'test_slow_link', 'test_memory', 'test_checkpoint', 'test_optim', 'test_train']
@@ -39,14 +40,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope='module')
 def has_slow_tests(request):
-    """Whether tests of this file marked slow run, too: a fixture that starts many runs then starts those for them."""
+    """Whether tests of this file that are marked slow run, too. A fixture that starts many runs then adds theirs."""
     items = [item for item in request.session.items if item.path == request.path]
     return any(item.get_closest_marker('slow') for item in items)
 
 
 @pytest.fixture(scope='session', autouse=True)
 def hf_home(tmp_path_factory):
-    """Hugging Face's cache, of these tests alone: they find nothing that a user has downloaded."""
+    """A cache of Hugging Face for these tests alone, in which they find nothing that the user has downloaded."""
     os.environ['HF_HOME'] = str(tmp_path_factory.mktemp('hf_home'))
     return Path(os.environ['HF_HOME'])
 

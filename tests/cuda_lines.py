@@ -1,11 +1,11 @@
 """
-Which lines run on CUDA alone, and which of them are run here, where there is no GPU?
+Which lines of the code run only on CUDA, and which of them do tests run even where there is no GPU?
 
     python tests/cuda_lines.py          # each line, whether a test runs it under a fake device, and how many there are
 
-A line is CUDA's alone if it is in a branch that asks for it (on_cuda, is_cuda, device.type == 'cuda', a stream that a
-CPU lacks), or if it names what only CUDA has: streams, events, page-locked memory, NCCL. Followed are the tests that
-put something in place of a GPU: streams.Checker, the device 'meta', fake tensors, patched functions of torch.cuda.
+A line counts as CUDA's alone if it is in a branch that asks for CUDA (on_cuda, is_cuda, device.type == 'cuda', a stream
+that a CPU lacks), or if it names what only CUDA has: streams, events, page-locked memory, NCCL. Traced are the tests
+that put something in place of a GPU: streams.Checker, the device 'meta', fake tensors, patched functions of torch.cuda.
 """
 
 import ast
@@ -15,10 +15,10 @@ import threading
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-# Modules that only run before or after training, or to measure, are left out.
+# Modules that run only before or after training, or that only measure, are left out.
 FILES = [*REPO.glob('*.py'), *(path for room in ('runtime', 'exchange', 'pool', 'huggingface', 'evaluation', 'dataset')
                                for path in (REPO / room).glob('*.py'))]  # fmt: skip
-# What a condition asks, true on CUDA or true elsewhere.
+# Conditions that are true on CUDA, and those that are true elsewhere.
 ASKS = re.compile(
     r"\bon_cuda\b|\bis_cuda\b|runs_ahead\(|type == 'cuda'|cuda\.is_available\(\)$|"
     r'^(stream|arrived|event|self\.to_host|self\.on_host)$'
@@ -47,7 +47,7 @@ def cuda_lines(path):
     lines, found = source.splitlines(), {}
 
     def note(statement):
-        """The lines on which a statement and those inside of it begin."""
+        """Note the lines on which a statement and the statements inside it begin."""
         for node in ast.walk(statement):
             if isinstance(node, ast.stmt) and not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found[node.lineno] = lines[node.lineno - 1].strip()
@@ -110,7 +110,7 @@ def run_and_trace(arguments):
 
 
 if __name__ == '__main__':
-    # Without what a test has taken away on purpose: the lines behind it would have other numbers.
+    # Without tests that take a line out of a file on purpose, after which all following lines have other numbers.
     more = sys.argv[1:] or ['-k', 'not without_a_wait and not would_have and not reads_nothing']
     ran = run_and_trace(['-q', '-p', 'no:cacheprovider', *[str(REPO / test) for test in TESTS], *more])
     total = run = 0

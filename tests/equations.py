@@ -15,7 +15,7 @@ HIDDEN = {'attn.qkv.weight': (6, 3, 3), 'tall.weight': (17,), 'wide.weight': (5,
 
 
 def piece(full, mesh):
-    """The DTensor of which this rank holds a piece of the first dimension (of the last dimension of the mesh)."""
+    """A DTensor that is sharded in its first dimension over the mesh's last dimension, and replicated over others."""
     pieces = list(full.chunk(mesh.size(mesh.ndim - 1))) + [full[:0]] * mesh.size()
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     own = pieces[mesh.get_local_rank(mesh.ndim - 1)].clone()
@@ -23,10 +23,10 @@ def piece(full, mesh):
 
 
 def reference(optimizer, name, theta, gradients, rate=1, decays=1, eps=1e-8, at_rest=None):
-    """The parameter `name` after all steps: the published equations, in float64, one after the other.
+    """The parameter `name` after all steps, by the published equations in float64.
 
-    rate, decays: factors of the learning rate and of the weight decay. at_rest(t, slot, moment): what becomes of a
-    moment after step t, if it rests in fewer bits.
+    gradients: one per step. rate, decays: factors of the learning rate and of the weight decay. at_rest(t, slot,
+    moment): what a moment becomes after step t, if it is stored in fewer bits.
     """
     theta, gradients = theta.double(), gradients.double()
     lr_max, b1, b2, kappa, delta, ts = (

@@ -1,16 +1,24 @@
 """
-Inject the faults of clusters into runs: the tests use it, and so can you.
+Injects the faults that happen on clusters into runs. The tests use it, and so can you.
 
     python tests/faults.py signal out/train --whom=1            # SIGKILL; --whom: a rank, 'all' ranks, or 'torchrun'
     python tests/faults.py signal out/train --whom=1 --name=SIGUSR1      # or SIGSTOP and SIGCONT: freeze and thaw
     python tests/faults.py damage out/train/checkpoints/step_00000100 --how=flip
-    python tests/faults.py small-disk out/small                 # mounts 4 MB there; read-only FOLDER; undo FOLDER
+    python tests/faults.py small-disk out/small                 # mounts 4 MB there; also: read-only FOLDER, undo FOLDER
     torchrun --nproc_per_node=2 tests/faults.py nan --rank=1 --step=5 -- train_ddp.py config/quickstart.py
 
-Runs are found by a word of their command line, such as their out_dir. Around a script: nan (one gradient element),
-overflow (the same before GradScaler looks, fp16), weight (one weight is changed), hang (the rank sleeps where it should
-fetch data), slow (there, for --seconds a step); with experts on several ranks (expert_parallel) stuck (the rank sleeps
-when it has got the others' tokens and not yet sent back its results) and die (it kills itself there).
+signal finds a run by a word of its command line, such as its out_dir. The last form starts a script in which one rank
+does something wrong:
+
+    nan         one element of a gradient becomes NaN
+    overflow    the same, before GradScaler looks at the gradients (fp16)
+    weight      one weight is changed
+    hang        the rank sleeps where it should fetch data
+    slow        the same, for --seconds in each step
+    stuck       with experts on several ranks (expert_parallel), the rank sleeps when it has received the tokens of the
+                others and not yet sent back its results
+    die         at the same place, the rank kills itself
+
 tests/storm.py kills a run again and again, and checks what is left.
 """
 
@@ -39,7 +47,7 @@ def read_or_empty(path):
 
 
 def find_ranks(word):
-    """{rank: pid} of the running job that has `word` in its command line; the launcher's under 'torchrun'."""
+    """{rank: pid} of the running job that has `word` in its command line; 'torchrun' is the key of the launcher."""
     found = {}
     for folder in Path('/proc').glob('[0-9]*'):
         command = read_or_empty(folder / 'cmdline').split(b'\0')
@@ -54,12 +62,12 @@ def find_ranks(word):
 
 
 def children_of(pid):
-    """Processes that this one started and that have not been waited for, in the order of their start."""
+    """The processes that `pid` has started and not waited for yet, by pid, which is the order of their start."""
     return sorted(map(int, read_or_empty(f'/proc/{pid}/task/{pid}/children').split()))
 
 
 def is_alive(pid):
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    """Whether a process runs. One that has ended does not, even if nobody has waited for it yet."""
     stat = read_or_empty(f'/proc/{pid}/stat')
     return bool(stat) and stat.rpartition(b')')[2].split()[0] != b'Z'
 
@@ -70,7 +78,7 @@ def send(pid, number=signal.SIGKILL):
 
 
 def wait_until(condition, seconds, tail=lambda: ''):
-    """Poll until condition() is true. Raises AssertionError with tail() after so many seconds."""
+    """Poll until condition() is true. After so many seconds, raises AssertionError with the text of tail()."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f'waited for {seconds} s in vain\n{tail()}'
@@ -87,7 +95,7 @@ def overwrite(file, offset, data):
 
 
 def flip_bit(file):
-    """One bit, in the middle."""
+    """Flip one bit in the middle of the file."""
     offset = file.stat().st_size // 2
     overwrite(file, offset, bytes([file.read_bytes()[offset] ^ 1]))
 
@@ -110,13 +118,13 @@ def damage(path, how):
 
 
 def mount_small_disk(folder, megabytes=4):
-    """A file system of 4 MB there. Raises CalledProcessError where this user may not mount."""
+    """Mount a file system of 4 MB there. Raises CalledProcessError if this user may not mount."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     mount('-t', 'tmpfs', '-o', f'size={megabytes}m', 'none', folder)
 
 
 def make_read_only(folder):
-    """Nothing can be written there: for root, whom permissions do not stop, by a mount; for others by permissions."""
+    """Let nobody write there: for root, whom permissions do not stop, by a mount; for other users by permissions."""
     if os.geteuid() != 0:
         Path(folder).chmod(0o555)
         return
@@ -140,12 +148,12 @@ def mount(*arguments):
 
 
 def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False, name=''):
-    """Have this process do something wrong if it is `rank`, in `count` steps from the `step`th that it takes.
+    """Let this process do something wrong if it is `rank`, in `count` steps from the `step`th that it takes.
 
     kind: see the top. A step is one micro-step for 'hang' and 'slow', and one layer of a micro-step for 'stuck' and
-    'die'. value: of the changed weight; None = 1 more. name: a part of the name of the weight, or of the one whose
-    gradient it is, of those on this rank the first.
-    ahead: as on a GPU, the host calls the optimizer before it knows whether the step is good.
+    'die'. value: what the changed weight becomes; None = 1 more. name: the first parameter on this rank that has this
+    in its name is the one whose weight or gradient is changed. ahead: the host calls the optimizer before it knows
+    whether the step is good, as on a GPU.
     """
     if ahead:
         from runtime import health
@@ -214,7 +222,7 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False, n
 
 
 def poke(parameters, kind, value):
-    """Change one number of what this rank holds."""
+    """Change the first number that this rank holds of these parameters, or of their gradients."""
     import torch
 
     with torch.no_grad():

@@ -1,13 +1,14 @@
 """
-How tests start processes: scripts as a user starts them, and ranks forked from a server that has imported torch.
+How tests start processes: scripts as a user starts them, or ranks forked from a server that has imported torch. Forking
+is what most tests do, since importing torch takes longer than most of their runs.
 
     run_script      a script as a user starts it, by python or by torchrun
     Job             the same in the background; forked, unless it is to be started by torchrun
-    run_forked      a Job that ends well: importing torch costs more than most of these runs
+    run_forked      a Job that has to end well; returns what it printed
     run_many        several runs, one after the other, in the same ranks
-    run_ranks       forked ranks, each with its own command; what each returned and said
-    refusals        the same, where each is to end with one line
-    run_function    a function on forked ranks, in one gloo group; what it returned on each
+    run_ranks       forked ranks, each with its own command; returns exit code and output of each
+    refusals        the same, where each rank has to end with one line; returns the lines
+    run_function    a function on forked ranks, in one gloo group; returns what it returned on each
     start_agent     torchrun's agent of one of several nodes
 
     python tests/launch.py 2 train_ddp.py --max_iters=5     # what torchrun does, with one import of torch for all ranks
@@ -41,7 +42,7 @@ from faults import REPO, children_of, inject, send, wait_until
 if str(REPO) not in sys.path:  # where this file is started as a script
     sys.path.insert(0, str(REPO))
 
-# Tests take these from here, with all else that starts processes.
+# Tests import these from here, as they do everything that starts processes.
 from benchmarks.runs import (  # noqa: F401
     LAUNCHERS_VARIABLES,
     SHARED,
@@ -54,12 +55,12 @@ from benchmarks.runs import (  # noqa: F401
     run_script,
 )
 
-GRACE = 10  # seconds between the SIGTERM of fork_ranks() to what is left and its SIGKILL; torchrun's are 30
+GRACE = 10  # seconds from SIGTERM to SIGKILL when fork_ranks() ends the other ranks; torchrun waits 30
 Ended = namedtuple('Ended', 'returncode stdout stderr')  # of one rank
 
 
-# Below the ports that Linux hands out (32768 and above), and each process from another place on. A process that takes
-# one locks the byte of that number in a file, for as long as it lives: no other test takes it meanwhile.
+# Ports below those that Linux hands out (32768 and above); each process begins to look at another one. A process that
+# takes a port locks the byte of that number in a file for as long as it lives, so no other test takes the same one.
 PORTS = itertools.cycle(range(10_000, 30_000))
 PORTS = itertools.islice(PORTS, os.getpid() * 16 % 20_000, None)
 LOCKS = Path(tempfile.gettempdir(), f'ports_of_tests_{os.getuid()}')
@@ -67,12 +68,13 @@ LOCKS = Path(tempfile.gettempdir(), f'ports_of_tests_{os.getuid()}')
 
 @functools.cache
 def locks_of(pid):
-    """A file of this process: one that a fork inherits would do, but closing it would give up the locks."""
+    """The file with the locks, opened by the process `pid`. A forked process opens it anew, since closing an inherited
+    one would give up the locks."""
     return open(LOCKS, 'w')
 
 
 def free_ports(count):
-    """Ports that nobody listens on, and that nobody will be given before a rank does."""
+    """Ports on which nobody listens, and which no other test is given as long as this process lives."""
     ports, locks = [], locks_of(os.getpid())
     while len(ports) < count:
         port = next(PORTS)
@@ -97,7 +99,7 @@ def prepare_tiny(folder):
     return data_dir
 
 
-# Runs a script that stands still at the first rename to a name like NAME after the file PATH is there.
+# Runs a script, and stops it (SIGSTOP) at the first rename to a name that matches NAME once the file PATH is there.
 STAND_STILL = """
 import fnmatch, os, runpy, signal, sys
 path, name, *sys.argv = sys.argv[1:]
@@ -112,9 +114,9 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 
 def start_and_stop_behind(path, script, *arguments, before='*', **env):
     """
-    Start a script and wait until it stands still: at the first rename after it has made the file `path`.
+    Start a script and wait until it has stopped at the first rename after it has made the file `path`.
 
-    before: a pattern for the name that the file is about to get. Returns the Popen.
+    before: a pattern for the name that is about to be given. Returns the Popen.
     """
     command = [sys.executable, '-c', STAND_STILL, str(path), before, str(REPO / script), *map(str, arguments)]
     process = subprocess.Popen(command, cwd=REPO, env=environment(**env), stdout=subprocess.DEVNULL)
@@ -124,7 +126,7 @@ def start_and_stop_behind(path, script, *arguments, before='*', **env):
 
 
 def start_agent(script, *arguments, nproc, torchrun, log, **env):
-    """torchrun's agent of one node, with its options of the rendezvous; its output goes to the file `log`."""
+    """Start torchrun's agent of one node. torchrun: its options for the rendezvous. log: file for its output."""
     command = command_of(script, *arguments, nproc=nproc, torchrun=torchrun)
     with open(log, 'w') as file:
         return subprocess.Popen(command, cwd=REPO, env=environment(**env), stdout=file, stderr=file)
@@ -132,7 +134,7 @@ def start_agent(script, *arguments, nproc, torchrun, log, **env):
 
 # --- forked ranks -----------------------------------------------------------------------------------------------------
 
-# Importing torch costs more than all these short runs: ranks are forked from a server that has done it.
+# Importing torch takes longer than these short runs, so ranks are forked from a server that has imported it.
 CONTEXT = multiprocessing.get_context('forkserver')
 IMPORTED = (
     'torch torch.distributed.checkpoint torch.distributed.fsdp torch._dynamo data diloco fsdp_manual model optim '
@@ -147,7 +149,7 @@ CONTEXT.set_forkserver_preload(IMPORTED)
 def fork(target, *arguments):
     """Start target(*arguments) in a process forked from the server; returns the multiprocessing.Process."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false'):
-        multiprocessing.forkserver.ensure_running()  # transformers and OpenMP read these when they are imported
+        multiprocessing.forkserver.ensure_running()  # with these, since OpenMP and transformers read them at import
     process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
@@ -166,17 +168,17 @@ def join_all(processes, timeout):
 
 
 def write_output_to(stdout, stderr):
-    """Let what this process prints go to two files, or to one."""
+    """Send what this process prints to two files, or to one."""
     for descriptor, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
 
 
 def run_rank(command, place, fault=None):
-    """Be the rank that the variables in `place` name: run a script, and end with its exit code."""
+    """Be the rank that the variables in `place` describe: run a script, and end this process with its exit code."""
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the suite runs in the background of a shell
     os.environ.update(MASTER_ADDR='127.0.0.1', **{name: str(value) for name, value in place.items()})
     os.environ.update(TORCHELASTIC_RUN_ID='forked')  # so that ranks end with their launcher
     os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
@@ -195,7 +197,7 @@ def run_rank(command, place, fault=None):
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
-        os._exit(code)  # to finalize all that has been imported takes seconds
+        os._exit(code)  # finalizing all imported modules would take seconds
 
 
 def places_of(nproc):
@@ -207,7 +209,7 @@ def run_ranks(commands, places=None, **env):
     """
     Run one forked rank for each of `commands` (lists: a script and its arguments), and wait for all.
 
-    places: the variables by which a launcher tells each rank its place; without them, those of one node.
+    places: the variables by which a launcher tells each rank its place; None: those of one node.
     Returns [Ended(returncode, stdout, stderr), ...]. A rank that takes longer than 15 minutes is killed.
     """
     (port,) = free_ports(1)
@@ -224,7 +226,7 @@ def run_ranks(commands, places=None, **env):
 
 
 def refusals(commands, places=None):
-    """What each rank of run_ranks() says as it ends, without its number; anything but one line fails the test."""
+    """The line with which each rank of run_ranks() ends, without the rank. The test fails unless it is one line."""
     places, lines = places or places_of(len(commands)), []
     for place, ended in zip(places, run_ranks(commands, places), strict=True):
         said = ended.stdout + ended.stderr
@@ -242,9 +244,9 @@ def run_alone(command, output, place, env):
 
 
 def run_function(world_size, function, *arguments, timeout=1200, backend='gloo'):
-    """[function(*arguments) on rank 0, 1, ...], each in a forked process of its own, all in one group.
+    """[function(*arguments) on rank 0, 1, ...], each rank a forked process, all in one process group.
 
-    None for a rank that ended itself. Raises AssertionError with the tracebacks of the ranks.
+    None for a rank that has ended its own process. Raises AssertionError with the tracebacks of ranks that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = start_function(world_size, folder, function, *arguments, backend=backend)
@@ -256,13 +258,13 @@ def run_function(world_size, function, *arguments, timeout=1200, backend='gloo')
 
 
 def start_function(world_size, folder, function, *arguments, backend='gloo'):
-    """The processes of run_function(), which leave in `folder` what their ranks return."""
+    """Start the processes of run_function(), which leave what their function returns in `folder`; returns them."""
     pickled = pickle.dumps((function, arguments))
     return [fork(call_on_rank, rank, world_size, folder, backend, pickled) for rank in range(world_size)]
 
 
 def results_in(folder, world_size):
-    """What the ranks of start_function() have left."""
+    """What the ranks of start_function() have left in `folder`. Raises AssertionError with their tracebacks."""
     errors = [path.read_text() for path in sorted(Path(folder).glob('error_*'))]
     assert not errors, '\n'.join(errors)
     results = [Path(folder, f'result_{rank}') for rank in range(world_size)]
@@ -290,7 +292,7 @@ def call_on_rank(rank, world_size, folder, backend, pickled):
 
 
 class Job:
-    """A run of a train script in the background: as torchrun starts it, or forked, which saves 3 seconds a start."""
+    """A train script in the background, started by torchrun or forked, which saves 3 seconds per start."""
 
     def __init__(self, script, arguments, nproc, log, fault=None, torchrun=False, **env):
         """log: file for the output of all ranks. fault: {'kind': ..., ...} as for inject(). env: more variables."""
@@ -317,7 +319,7 @@ class Job:
         return self.log.read_text()
 
     def wait(self, seconds=1800):
-        """Exit codes of all ranks, from a forked job; of torchrun alone, from torchrun. Raises if it does not end."""
+        """The exit codes of all ranks of a forked job, or the one of torchrun. AssertionError if it does not end."""
         try:
             wait_until(lambda: not self.is_running(), seconds, self.text)
         finally:
@@ -333,7 +335,7 @@ class Job:
         assert condition(), f'the job ended before that\n{self.text()}'
 
     def end(self):
-        """Kill what is left of it."""
+        """Kill the processes that still run."""
         for pid in [*children_of(self.pid), self.pid] if self.is_running() else []:
             send(pid)
         if self.torchrun:
@@ -343,9 +345,9 @@ class Job:
 
 
 def lead_ranks(command, nproc, log, fault, env):
-    """What torchrun does, in short: start the ranks, and when one fails ask the others to end. In a process of its own.
+    """Do what torchrun does, in a process of its own: start the ranks, and when one fails ask the others to end.
 
-    Leaves the ranks' exit codes in LOG.codes.
+    Leaves the exit codes of the ranks in LOG.codes.
     """
     Path(f'{log}.codes').unlink(missing_ok=True)
     os.environ.clear()
@@ -355,7 +357,7 @@ def lead_ranks(command, nproc, log, fault, env):
 
 
 def fork_ranks(command, nproc, fault=None):
-    """Exit codes of the ranks, forked from this process."""
+    """Fork the ranks from this process; returns their exit codes."""
     (port,) = free_ports(1)
     ranks = []
     for place in places_of(nproc):
@@ -381,7 +383,7 @@ def fork_ranks(command, nproc, fault=None):
 
 
 def run_forked(script, *arguments, nproc=1, log, **env):
-    """Run a script in nproc forked ranks, and return what they said; for runs that end well."""
+    """Run a script in nproc forked ranks, all of which have to exit with 0. Returns what they printed."""
     job = Job(script, arguments, nproc, log, **env)
     codes = job.wait()
     assert codes == [0] * nproc, f'{script} {" ".join(map(str, arguments))} ended with {codes}\n{job.text()}'
@@ -389,7 +391,7 @@ def run_forked(script, *arguments, nproc=1, log, **env):
 
 
 def run_many(cases, nproc, folder):
-    """Run cases (see tests/many_runs.py) in nproc processes started once; {name: what rank 0 held}."""
+    """Run cases (see tests/many_runs.py) in nproc processes that are started once; {name: what rank 0 held}."""
     if not cases:
         return {}
     path = Path(folder) / f'cases_{nproc}_{len(os.listdir(folder))}.json'

@@ -1,16 +1,24 @@
 """
-Run train scripts one after another in processes that are started once: importing torch costs more than 20 steps.
+Runs train scripts one after another in processes that are started once, because importing torch costs more than 20
+steps.
 
-run_many() of launch.py starts it on forked ranks, with the path of its cases: [{"name": ..., "script": "train_fsdp.py",
-"arguments": [...], "watch": false}, ...]. Each case runs the script as it stands (runpy, fresh globals, its own process
-group), and with "save_again": {CHECKPOINT: FOLDER} then loads each of these checkpoints and saves it in that folder.
-Rank 0 writes PATH.results: for each case what it held at the end and, when watched, how often the run issued which
-collective. With "reads": true each script runs as a host that runs ahead of its GPU does; in the results is how often
-each rank has read a tensor, and at which lines, from the first step on.
+run_many() of launch.py starts this file on forked ranks, with the PATH of a JSON list of cases: [{"name": ...,
+"script": "train_fsdp.py", "arguments": [...]}, ...]. Each case runs its script as it is, by runpy with fresh globals
+and a process group of its own. At the end rank 0 writes PATH.results: for each case what rank 0 held when the script
+ended. More keys of a case, all of them optional:
 
-Of a run of model.py's GPT: "start": FILE has the weights to begin with, {name: whole tensor}; "float64": true computes
-all in float64 that is fp32 otherwise; "gradients": FILE is where the whole gradients of each step go, [{name: tensor}],
-before they are clipped (of replicas those of the first one), and in the results is how close any router's choice was.
+    "watch": true                        counts how often the run issues which collective
+    "reads": true                        runs the script as a host that runs ahead of its GPU, and counts how often each
+                                         rank reads a tensor from the first step on, and at which lines
+    "save_again": {CHECKPOINT: FOLDER}   after the run, loads each of these checkpoints and saves it into that folder
+
+And for runs of model.py's GPT:
+
+    "start": FILE                        begins with the weights in FILE, {name: whole tensor}
+    "float64": true                      computes in float64 what would be fp32
+    "gradients": FILE                    saves the whole gradients of each step, before they are clipped, as [{name:
+                                         tensor}]; with replicas, those of the first. The results then say how close the
+                                         closest choice of a router was ("gap")
 """
 
 import collections
@@ -58,11 +66,11 @@ class CountCollectives(TorchDispatchMode):
 
 READS = {'item', 'tolist', 'numpy', 'cpu', 'nonzero', 'argwhere', 'equal', 'allclose', 'unique', 'masked_select'}
 READS |= {'__bool__', '__float__', '__int__', '__index__', '__array__', '__contains__'}
-COPIES = {'tensor', 'as_tensor'}  # from pageable memory to a device: the host waits until what is queued there is done
+COPIES = {'tensor', 'as_tensor'}  # copied from pageable memory to a device, for which the host waits
 
 
 class HostReads(TorchFunctionMode):
-    """Notes each call in which the host waits for the device, by the line of ours that makes it."""
+    """Notes each call in which the host waits for the device, under the line of this project that makes it."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +88,7 @@ class HostReads(TorchFunctionMode):
 
 @contextlib.contextmanager
 def running_ahead(reads):
-    """The host does not wait for its device, and what it reads counts from the first step on."""
+    """Lets the scripts believe that the host runs ahead of its device, and counts its reads from the first step on."""
     begin_step = Meter.begin_step
 
     def begin(meter):
@@ -97,7 +105,7 @@ def running_ahead(reads):
 
 
 def whole(model, tensors, ranks):
-    """{name: whole tensor} of the parameters of these names, from what `ranks` ranks hold of them. Collective."""
+    """{name: whole tensor} from `tensors`, {name: this rank's part}, of the first `ranks` ranks. Collective."""
     full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
     slices = getattr(model, 'slices', {})
     found = {name: tensor.clone() for name, tensor in full.items() if name not in slices}
@@ -113,7 +121,8 @@ def whole(model, tensors, ranks):
 
 @contextlib.contextmanager
 def noting(gradients, gaps):
-    """Append to `gradients` what each step has found, and to `gaps` of each batch of a router the closest choice."""
+    """Append the gradients of each step to `gradients`, and to `gaps`, for each batch of a router, how far the last
+    chosen expert was before the first one that was not chosen."""
     models, make_model, clip, choose = [], begin.make_model, optim.clip_grad_norm_, Router.forward
 
     def note_model(run):
@@ -142,7 +151,7 @@ def noting(gradients, gaps):
 
 
 def beginning_with(path):
-    """A context in which a GPT begins with these weights."""
+    """A context in which a GPT begins with the weights in a file."""
     weights = torch.load(path)
 
     def initial_value(model, name, parameter, seed, device):
@@ -153,7 +162,7 @@ def beginning_with(path):
 
 
 def local_bytes(tensors):
-    """Bytes that this rank holds of these tensors; of a DTensor, its own shard."""
+    """Bytes that this rank holds of these tensors; a DTensor counts with this rank's shard."""
     local = [tensor.to_local() if hasattr(tensor, 'to_local') else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
@@ -163,7 +172,7 @@ STORE = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']),
 
 
 def port_of_case(number):
-    """A free port for this case's own store: in a common one, the next case would find the addresses of this one."""
+    """A free port for the store of this case. In a common store the next case would find the addresses of this one."""
     if RANK == 0:
         STORE.set(f'port of case {number}', str(*free_ports(1)))
     return STORE.get(f'port of case {number}').decode()
@@ -188,7 +197,7 @@ def run(case, number):
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
     for path, folder in case.get('save_again', {}).items():
         state, more, optimizer_keys = checkpoint.read_state(path), {}, ['optim', 'optim']
-        outer = names['make_outer']() if 'make_outer' in names else None  # of DiLoCo, as train_diloco.py resumes
+        outer = names['make_outer']() if 'make_outer' in names else None  # DiLoCo's; resumed as in train_diloco.py
         if outer:
             optimizer_keys = [outer.optimizer_key(state), outer.optimizer_key()]
         checkpoint.load(path, names['raw_model'], names['opt'], optimizer_keys[0])

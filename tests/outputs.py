@@ -1,15 +1,15 @@
-"""What a run has left in its out_dir: rows of metrics.jsonl, checkpoints, weights."""
+"""Reads what a run has left in its out_dir: rows of metrics.jsonl, checkpoints, weights."""
 
 import contextlib
 import json
 import os
 from pathlib import Path
 
-from benchmarks.runs import column, metrics  # noqa: F401 -- tests take from here all that reads a run
+from benchmarks.runs import column, metrics  # noqa: F401 -- tests import all that reads a run from here
 
 
 def last_step(out_dir):
-    """The step of the last complete row; reads no more than the end of the file."""
+    """The step of the last complete row; reads only the end of the file."""
     with contextlib.suppress(FileNotFoundError), open(Path(out_dir, 'metrics.jsonl'), 'rb') as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         lines = file.read().split(b'\n')[:-1]
@@ -34,7 +34,7 @@ def weights_of(out_dir, step):
 
 
 def tensors_of(path):
-    """All that a checkpoint holds, {'model.NAME' or 'optim.NAME.SLOT': tensor}."""
+    """All tensors of a checkpoint, {'model.NAME' or 'optim.NAME.SLOT': tensor}."""
     import torch
 
     from runtime import checkpoint
@@ -45,7 +45,7 @@ def tensors_of(path):
 
 
 def assert_same_weights(out_dir, reference, step, but=None):
-    """but: the end of names of which no more is asked than that both have them."""
+    """but: tensors whose names end like this need not be equal, only be in both."""
     import torch
 
     ours, theirs = weights_of(out_dir, step), weights_of(reference, step)

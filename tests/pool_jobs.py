@@ -1,6 +1,6 @@
 """
-Jobs of a pool without a model: two matrices that each inner step moves by what its data says. Real processes, real
-stores; a job can be slow, be killed at any write, write damaged deltas, or lose the store's answers.
+Jobs of a pool that train no model: an inner step moves a few small tensors by what its data says. Processes and stores
+are real. A job can be slow, be killed at any write, write damaged deltas, or lose the answers of the store.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ KEYS = {
 }  # fmt: skip
 
 
-# One request after another: with a thread for each, moto tells two writers at once that there was no such object.
+# Not threaded: with a thread per request, moto tells two writers of the same object that it was not there before.
 MOTO = """
 import sys
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -41,7 +41,8 @@ run_simple('127.0.0.1', int(sys.argv[1]), DomainDispatcherApplication(create_bac
 
 @contextlib.contextmanager
 def s3_server(folder):
-    """The environment with which s3fs reaches moto's server, a process of its own; its bucket is s3://bucket."""
+    """Start moto's S3 server in a process of its own, with the bucket s3://bucket. Yields the environment variables by
+    which s3fs reaches it."""
     (port,) = free_ports(1)
     endpoint = f'http://127.0.0.1:{port}'
     with open(Path(folder, 'moto.log'), 'w') as log:
@@ -67,14 +68,14 @@ def s3_server(folder):
 
 
 class Jobs:
-    """Jobs of one pool, each of one or more forked ranks; wait() returns what they returned."""
+    """Jobs of one pool. Each is one or more forked ranks that play(), and wait() returns what that returned."""
 
     def __init__(self, address, folder, env=None, **keys):
         self.address, self.folder, self.env, self.keys = address, Path(folder), env or {}, {**KEYS, **keys}
         self.running, self.meetings = {}, {}
 
     def start(self, name, ranks=1, **job):
-        """job: of play()."""
+        """job: arguments of play()."""
         out_dir, self.meetings[name] = self.folder / name, tempfile.mkdtemp(dir=self.folder)
         out_dir.mkdir(exist_ok=True)
         keys = {**self.keys, 'exchange': self.address, 'out_dir': str(out_dir)}
@@ -131,7 +132,7 @@ def matrices():
 
 
 def inner_step(tensors, k, step):
-    """What the data of replica k in this step does to the parameters."""
+    """Move the parameters by the data of replica k in this step."""
     for tensor in tensors.values():
         tensor.mul_(0.99).add_(0.01 * (1 + k) * math.sin(7 * step + k + 1))
 
@@ -141,14 +142,19 @@ def play(
     odd=None
 ):  # fmt: skip
     """
-    Be a job of a pool until all is trained; {'state', 'trained': [(round, k, first, steps)], 'rows', 'weights', ...}.
+    Be a job of a pool until everything is trained. Returns {'state', 'trained': [(round, k, first, steps)], 'rows',
+    'weights', 'name', 'step'}.
 
-    pause: seconds per inner step. leave_after: inner steps, then leave. die: (pattern, before, within or after, n):
-    SIGKILL at the n-th write of such a name. harm: (pattern, function of the bytes): what is written instead; of None,
-    nothing. deaf: so many answers to writes are lost, after the store has done what was asked. wait: ('write' or
-    'read', pattern, function of the store): before the first such call, until that is true. nan: its first round
-    learns NaNs; notices: and it sees that. skew: seconds by which this machine's clock is ahead. odd: a bit of
-    its outer parameters flips when so many rounds are done.
+    pause: seconds per inner step
+    leave_after: leave the pool after so many inner steps
+    die: (pattern, 'before', 'within' or 'after', n): SIGKILL at the n-th write to a name that matches
+    harm: (pattern, function): a matching name gets function(bytes) in place of its bytes; if that is None, nothing is
+        written
+    deaf: the answers to so many writes are lost, after the store has done what was asked
+    wait: ('write' or 'read', pattern, function of the store): before the first such call, wait until function is true
+    nan: the parameters become NaN in the first round; notices: whether the job sees that
+    skew: seconds by which the clock of this job is ahead
+    odd: after so many rounds one of the job's outer parameters changes
     """
     import torch.distributed as dist
 
@@ -174,7 +180,7 @@ def play(
         dies = die[1] if die and fnmatch.fnmatch(name, die[0]) and seen[0] == die[2] else None
         if dies == 'before':
             os.kill(os.getpid(), signal.SIGKILL)
-        if dies == 'within':  # the file is written, and has not got its name yet
+        if dies == 'within':  # the file is written, but does not have its final name yet
             sys.addaudithook(lambda event, _: event == 'os.link' and os.kill(os.getpid(), signal.SIGKILL))
         if data is not None:
             create[type(self)](self, name, data)
@@ -247,7 +253,7 @@ def shares_of(piece):
 
 
 def assert_counted_once(rows, steps, replicas):
-    """Every share of the data is in one delta of the journal."""
+    """Assert that each share of the data is in exactly one delta of the journal."""
     shares = []
     for delta in (delta for row in rows for delta in row['deltas']):
         shares += shares_of(delta['piece'])[: delta['steps']]

@@ -1,18 +1,18 @@
 """
-Kill, stop and restart the jobs of a pool of DiLoCo replicas at random, and check that nothing is lost.
+Kills, stops and restarts the jobs of a pool of DiLoCo replicas at random, and checks that nothing is lost.
 
     python tests/pool_storm.py --kills=200 --seeds=3
     python tests/pool_storm.py --kills=60 --seeds=1 --experts      # the model is a mixture of experts
-    python tests/pool_storm.py --goodput                   # against the formula of pool/goodput.py
+    python tests/pool_storm.py --goodput                           # against the formula of pool/goodput.py
 
-The storm: four jobs of train_pool.py with a tiny model, one of them at 0.3 times the speed of the others.
-In the end the run has ended, each share of the data has been counted once, and all jobs had the same bits after every
-round and so has --replay. A round in a storm has fewer jobs, hence there are more rounds for the same tokens, and the
-loss is lower: it must lie between those of the pool undisturbed with four jobs and with two, or within 2% of one.
-Printed: who was hit when, and what it cost.
+The storm hits four jobs of train_pool.py with a tiny model, one of them 0.3 times as fast as the others. It passes if
+the run gets to its end, each share of the data has counted once, and all jobs had the same bits after every round, as
+--replay has, too. In a storm a round has fewer jobs, so there are more rounds for the same tokens and the loss is
+lower. It must lie between the losses of undisturbed pools of four and of two jobs, or within 2% of one of them. Printed
+is who was hit when, and what it cost.
 
-The goodput: eight jobs that sleep instead of training live and are away for random times. Inner steps that counted, per
-second, are compared with those of jobs that never stop.
+For the goodput, eight jobs that sleep in place of training are up and away for random times. The inner steps per second
+that counted are compared with those of jobs that never stop.
 """
 
 import argparse
@@ -43,13 +43,13 @@ from pool.ledger import Ledger
 from pool.store import open_store
 
 REPLICAS, H, SPEED = 4, 10, 0.3  # of the slow one
-STEPS_PER_KILL = 10  # of the run: so it is not over before all have been hit
+STEPS_PER_KILL = 10  # so many steps of the run for each kill, so that it does not end before all kills are done
 NAMES = ['a', 'b', 'c', 'slow']
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--inner_steps={H}', '--outer_momentum=0.6']
 RUN += ['--global_batch_size=8', f'--num_replicas={REPLICAS}', '--eval_interval=0', '--eval_iters=20']
 RUN += ['--max_failures=0', '--keep_deltas', '--log_interval=10', f'--checkpoint_interval={20 * H}']
 HITS = {'SIGKILL': 0.6, 'SIGTERM': 0.2, 'STOP': 0.2}
-MOMENTS = ('starts', 'trains', 'waits', 'steps')  # no claim yet; has a claim; has given its delta; between two rounds
+MOMENTS = ('starts', 'trains', 'waits', 'steps')  # before its first claim; after a claim; after its delta; in between
 
 
 class Pool:
@@ -68,7 +68,7 @@ class Pool:
         self.jobs[name] = Job('train_pool.py', keys, 1, log, fault)
 
     def moment(self, name):
-        """What a job is doing; of MOMENTS."""
+        """What a job is doing: one of MOMENTS."""
         said = re.search(r'this is job (\S+) of pool', self.jobs[name].text())
         rounds = self.store.list('rounds')
         if not said or not rounds:
@@ -84,7 +84,7 @@ class Pool:
 
 
 def undisturbed(folder, data_dir, seed, max_iters, names, keys=()):
-    """(val_loss of a pool of these jobs without faults, seconds of an inner step)."""
+    """(val_loss of a pool of these jobs without faults, seconds of one of its inner steps)."""
     pool = Pool(folder, data_dir, max_iters, f'--seed={seed}', f'--quorum={len(names)}', '--grace_s=5', *keys)
     for name in names:
         pool.start(name)
@@ -96,9 +96,9 @@ def undisturbed(folder, data_dir, seed, max_iters, names, keys=()):
 def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, keys=()):
     """Hit the jobs of a pool `kills` times, and check what is left; returns a Counter of what happened.
 
-    pause: mean seconds between two hits, and until a job that was hit is started again. step_s: by so much each inner
-    step is longer. compare: with pools undisturbed. keys: more of train_pool.py's.
-    Raises AssertionError where anything has been lost.
+    pause: mean seconds between two hits, and until a job that was hit is started again. step_s: seconds that are added
+    to each inner step. compare: whether to run undisturbed pools and compare losses. keys: more for train_pool.py.
+    Raises AssertionError if anything has been lost.
     """
     chance, figures, began = random.Random(seed), Counter(), time.monotonic()
     max_iters = STEPS_PER_KILL * kills + 10 * H
@@ -114,8 +114,8 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
     pool = Pool(Path(folder, f'storm_{seed}'), data_dir, max_iters, *keys)
     for name in NAMES:
         pool.start(name, faults[name])
-    may_start = False  # whether the next hit may be on one that has only begun to start
-    away, next_hit, done = {}, time.monotonic() + 2, 0  # away: when a job is to be started again, None: it still ends
+    may_start = False  # whether the next hit may be on a job that is still starting
+    away, next_hit, done = {}, time.monotonic() + 2, 0  # away: {job: when to start it again, None while it still ends}
     while done < kills:
         time.sleep(0.02)
         for name, job in pool.jobs.items():
@@ -123,10 +123,10 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
                 continue
             is_done = (pool.folder / name / 'DONE').exists()
             if name not in away:
-                assert is_done and job.wait() == [0], job.text()  # nobody has hit it
+                assert is_done and job.wait() == [0], job.text()  # it has not been hit
             elif away[name] is None:
                 codes = job.wait()
-                assert codes in ([0], [-signal.SIGTERM]), job.text()  # it had not come so far as to listen
+                assert codes in ([0], [-signal.SIGTERM]), job.text()  # SIGTERM if it did not listen yet
                 figures['stopped in order'] += codes == [0]
                 away[name] = time.monotonic() + chance.expovariate(1 / pause)
             elif time.monotonic() > away[name] and not is_done:
@@ -134,7 +134,7 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
                 pool.start(name, faults[name])
         up = [name for name, job in pool.jobs.items() if name not in away and job.is_running()]
         if any((pool.folder / name / 'DONE').exists() for name in NAMES):
-            break  # all is trained
+            break  # everything is trained
         if time.monotonic() < next_hit:
             continue
         up = [name for name in up if pool.jobs[name].ranks() and (may_start or pool.moment(name) != 'starts')]
@@ -173,7 +173,8 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
 
 
 def check(pool, max_iters, figures):
-    """That all jobs end, that each share of the data counts once, and that all and a replay have the same bits."""
+    """Check that all jobs end, that each share of the data counts once, and that all jobs and a replay have the same
+    bits."""
     for name, job in pool.jobs.items():
         assert job.wait(900) == [0] and (pool.folder / name / 'DONE').exists(), job.text()
     commits, ledger, shares = pool.commits(), Ledger(max_iters, H, REPLICAS), []
@@ -204,7 +205,7 @@ def check(pool, max_iters, figures):
                 assert ends.setdefault(row['round'], row['digest']) == row['digest'], f'{name}, round {row["round"]}'
                 assert following is None or row['digest'] == following['state']
         figures['digests compared'] += sum('digest' in row for row in rows)
-        # Each job has counted the load of its experts in data of its own: it is no more exchanged than Adam's moments.
+        # Each job counts the load of its experts in its own data; like Adam's moments, the load is not exchanged.
         assert_same_weights(pool.folder / name, pool.folder / 'a', max_iters, but='router.load')
         assert column(pool.folder / name, 'val_loss')[-1] == column(pool.folder / 'a', 'val_loss')[-1]
     keys = [*pool.keys, f'--out_dir={pool.folder / "replay"}', '--replay']
@@ -215,11 +216,11 @@ def check(pool, max_iters, figures):
 # --- goodput ----------------------------------------------------------------------------------------------------------
 
 JOBS, STEP_S = 8, 0.5
-UP_S = (60, 30, 15)  # means of the lives; away for a quarter of it, in the mean; inner steps of a round take 5 seconds
+UP_S = (60, 30, 15)  # mean seconds of a job's life; it is away for a quarter of that; a round's inner steps take 5 s
 
 
 def compare_goodput(folder, seconds):
-    """Print goodput measured and by the formula. Raises AssertionError where they are 10% apart."""
+    """Print the goodput as measured and by the formula. Raises AssertionError if they are 10% apart."""
     print(f'{JOBS} jobs, {H} inner steps a round; seconds:')
     print('    up   down  start  inner  round   rounds  lives   measured  formula  joins and counts at rounds only')
     for up_s in UP_S:
@@ -236,7 +237,7 @@ def compare_goodput(folder, seconds):
 
 
 def come_and_go(folder, up_s, down_s, seconds, seed):
-    """(times as measured, of goodput(); goodput measured; rounds; lives) of jobs that are killed and come back."""
+    """(measured times, the arguments of goodput(); measured goodput; rounds; lives) of jobs that die and come back."""
     folder.mkdir()
     keys = {'num_replicas': JOBS, 'max_iters': 10**7, 'inner_steps': H, 'checkpoint_interval': 2 * H}
     jobs = Jobs(str(folder / 'pool'), folder, **keys, keep_deltas=False, grace_s=2.0)
@@ -272,7 +273,7 @@ def come_and_go(folder, up_s, down_s, seconds, seed):
     step_s = statistics.fmean((delta['gave'] - delta['began']) / delta['steps'] for delta in deltas)
     took = commits[-1]['time'] - commits[0]['time']
     times = spent['up'] / count['up'], spent['down'] / count['down'], statistics.median(start_s)
-    there = [{delta['job'] for delta in commit['deltas']} for commit in commits]  # and so from the next one's beginning
+    there = [{delta['job'] for delta in commit['deltas']} for commit in commits]  # from the next round's beginning on
     steps = [
         delta['steps']
         for jobs, commit in zip(there, commits[1:], strict=False)

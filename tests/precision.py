@@ -1,12 +1,12 @@
 """
-How far two computations of the same thing may be apart, on any CPU.
+How far may two computations of the same thing be apart, on any CPU?
 
-Sums that are taken in another order round otherwise, and in which order a CPU adds up depends on its instructions. So a
-test asks for one of three things:
+A sum that is taken in another order is rounded differently, and the order depends on the instructions that a CPU has.
+So a test asks for one of three things:
 
-    equal bits                   where the same operations run in the same order: torch.equal, ==
-    assert_as_close_to_float64   where a run of the same thing in float64 is at hand
-    assert_same_run              where two fp32 runs are at hand and nothing else, such as what two scripts log
+    equal bits                   if the same operations run in the same order: torch.equal, ==
+    assert_as_close_to_float64   if there is also a run of the same thing in float64
+    assert_same_run              if there are only two fp32 runs, such as the losses that two scripts log
 """
 
 import contextlib
@@ -18,39 +18,40 @@ import torch
 EPS = torch.finfo(torch.float32).eps  # 1.2e-7, the distance from 1 to the next fp32 number
 
 # A layout on many ranks may be this many times as far from float64 as one process is in the same precision. Both errors
-# are sums of as many roundings, so they are of one size, but each is a draw: of the few numbers of a norm's weight, one
-# draw is easily twice another: seen are up to 2.5 times in fp32, of gradients that cancel, and 1.2 times of all others.
+# are sums of equally many roundings, so they have the same size, but each is random, and for the few numbers in the
+# weight of a norm one is easily twice the other. Up to 2.5 times have been seen in fp32 for gradients that cancel, and
+# 1.2 times for all others.
 TIMES = 4
 
-# What one process is taken to be off by at the least: the error of a single number, such as a loss, may be 0 by luck,
-# and that luck is not asked of anyone else. 2 eps is what it costs to add up a handful of numbers. In bf16 a
-# loss is the mean over a few hundred tokens, whose roundings, half an eps each, average out to about this.
+# The smallest error that one process is taken to have. The error of a single number, such as a loss, may happen to be
+# 0, and other layouts need not be that lucky. 2 eps is the error of adding up a handful of numbers. In bf16 a loss is
+# the mean over a few hundred tokens, each rounded by half an eps, and these average out to about FLOOR_IN_HALF.
 FLOOR = 2 * EPS
 FLOOR_IN_HALF = torch.finfo(torch.bfloat16).eps / 16
 
-# What two runs may differ by after one step: each may be as far from float64 as TIMES and FLOOR allow.
+# How far two runs may be apart after one step, relatively: each may be as far from float64 as TIMES and FLOOR allow.
 APART = 2 * TIMES * FLOOR
 
 
 def error(found, exact):
-    """The norm of the difference over the norm, in float64; of numbers, lists of them and tensors."""
+    """Norm of the difference / norm of `exact`, in float64. Takes numbers, lists of numbers, and tensors."""
     found, exact = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (found, exact))
     assert found.shape == exact.shape, (found.shape, exact.shape)
     difference, size = torch.linalg.vector_norm(found - exact).item(), torch.linalg.vector_norm(exact).item()
-    if difference == 0:  # of a slice that is empty, or of moments of what had no gradient
+    if difference == 0:  # also where the norm is 0: for an empty slice, or moments of what had no gradient
         return 0.0
-    # A NaN is as far away as can be: left as it is, max() and <= would pass over it, or not, by where it stands.
+    # A NaN counts as infinitely far. As it is, max() would keep or drop it, depending on the order of its arguments.
     return difference / size if size and not math.isnan(difference) else math.inf
 
 
 def times_further(found, one_process, float64, floor=FLOOR):
-    """By which factor `found` is further from float64 than one process: at most TIMES, if it computes the same."""
+    """How many times as far as one process `found` is from float64: at most TIMES, if it computes the same."""
     return error(found, float64) / max(error(one_process, float64), floor)
 
 
 def assert_as_close_to_float64(found, one_process, float64, about=None):
     """
-    Whether `found` is as good as what one process computes in the same precision, each measured by float64.
+    Assert that `found` is about as close to float64 as what one process computes in the same precision.
 
     All three are numbers, lists, tensors, or dicts of these with the same keys.
     """
@@ -68,13 +69,13 @@ def assert_as_close_to_float64(found, one_process, float64, about=None):
 def apart(steps=1):
     """How far two fp32 runs of the same thing may be apart after so many steps, relative to the value.
 
-    Every step adds roundings that do not depend on those before, so what they add up to grows like the root of them.
+    Every step adds roundings that do not depend on those before, so their sum grows like the root of their number.
     """
     return APART * math.sqrt(steps)
 
 
 def assert_same_run(found, expected, about=None, every=1):
-    """Whether numbers that two fp32 runs log after every step, or every so many, are those of the same run."""
+    """Assert that two lists of numbers, which two fp32 runs have logged every so many steps, are of the same run."""
     assert len(found) == len(expected) > 0, (about, len(found), len(expected))
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
         difference, most = abs(ours - theirs) / abs(theirs), apart(number * every)
@@ -83,7 +84,7 @@ def assert_same_run(found, expected, about=None, every=1):
 
 @contextlib.contextmanager
 def in_float64():
-    """What model.py computes in fp32 whatever its dtype, losses and norms, is computed in float64 in here."""
+    """A context in which model.py computes in float64 what it computes in fp32 whatever its dtype: losses and norms."""
     torch.set_default_dtype(torch.float64)
     try:
         with (

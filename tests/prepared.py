@@ -1,4 +1,4 @@
-"""Run prepare_data.py as a user does, kill it on its way, and read what it leaves."""
+"""Runs prepare_data.py as a user does, kills it half-way, and reads what it leaves."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ WORDS = [*"time and tide wait for no one Größe 中文 🙂 12345 it's".split()
 
 
 def make_texts(count, words=60, seed=0):
-    """Different documents of random length, with what UTF-8 and whitespace can do."""
+    """Different documents of random length, with multi-byte characters and all kinds of whitespace."""
     generator = random.Random(seed)
     return [
         f'{number} ' + ' '.join(generator.choices(WORDS, k=generator.randint(1, 2 * words))) for number in range(count)
@@ -45,7 +45,7 @@ def meta_of(dataset):
 
 
 def tokens_of(dataset, split):
-    """All tokens of a split, with a check of every shard against meta.json."""
+    """All tokens of a split; checks every shard against meta.json."""
     meta = meta_of(dataset)
     shards = meta['splits'][split]['shards']
     tokens = [np.array(read_shard(dataset / shard['file'])) for shard in shards]
@@ -75,8 +75,8 @@ def contents(dataset):
 
 
 def start_and_kill_at(shard, folder, *arguments, before='*'):
-    """Start prepare_data.py and kill it with SIGKILL once that shard is there, at the next rename to a name like
-    `before`. Returns the pids of its workers."""
+    """Start prepare_data.py, wait until that shard is there, and kill it with SIGKILL at the next rename to a name that
+    matches `before`. Returns the pids of its workers."""
     process = start_and_stop_behind(shard, 'prepare_data.py', f'--data_dir={folder}/data', *arguments, before=before)
     workers = children_of(process.pid)
     process.kill()

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, in folders as download_model.py leaves them, and chats for them."""
+"""Tiny transformers models with random weights, saved as download_model.py leaves them, and chats for them."""
 
 import torch
 from chats import CHATML, messages_of, write_rows
@@ -19,7 +19,7 @@ MODELS = {
 }
 EXPERTS = {'num_experts': 4, 'num_local_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 16}
 SOFT_CAPS = {'head_dim': 8, 'final_logit_softcapping': 2.0, 'attn_logit_softcapping': 2.0, 'sliding_window': 8}
-MORE_MODELS = {  # on 2 ranks only: classes with attention of our own, and some without
+MORE_MODELS = {  # only on 2 ranks: classes that get this project's attention, and some that keep their own
     'gemma': ('GemmaConfig', SIZES | {'head_dim': 8}),
     'granite': ('GraniteConfig', SIZES | {'logits_scaling': 4.0}),
     'mixtral': ('MixtralConfig', SIZES | EXPERTS | {'sliding_window': 8}),
@@ -36,7 +36,7 @@ MORE_MODELS = {  # on 2 ranks only: classes with attention of our own, and some 
 STATE_SPACE = {
     'mamba': ('MambaConfig', {'hidden_size': 32, 'num_hidden_layers': 2, 'state_size': 4, 'pad_token_id': 0})
 }
-# Whose rows are blocks of 64 weights, as nf4 wants them; and still uneven on 3 ranks.
+# Their rows can be cut into blocks of 64 weights, as nf4 needs, and shards are still uneven on 3 ranks.
 SIZES_OF_64 = SIZES | {'hidden_size': 64, 'intermediate_size': 128}
 OF_64 = {
     'llama_64': ('LlamaConfig', SIZES_OF_64),
@@ -48,7 +48,8 @@ OF_64 = {
 
 
 def save_model(folder, kind, dtype=torch.float32, **changes):
-    """A model with random weights, large enough that logits differ, and a tokenizer of bytes with a chat template."""
+    """Save a model and a tokenizer of bytes with a chat template. Weights are random, and large enough that logits
+    differ. Returns the folder."""
     import transformers
 
     name, sizes = (MODELS | MORE_MODELS | STATE_SPACE | OF_64)[kind]
@@ -65,7 +66,7 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
 
 
 def write_chats(path):
-    """300 conversations of 1 to 3 turns and ragged lengths, as JSON lines."""
+    """Write 300 conversations of 1 to 3 turns and different lengths, as JSON lines."""
     chats = []
     for number in range(300):
         turns = []

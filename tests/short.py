@@ -1,8 +1,8 @@
 """
-What `bash tests/run.sh` leaves to `--full`: tests marked slow, and the runs that only they look at.
+Marks what `bash tests/run.sh` leaves to `--full`: slow tests, and the runs that only slow tests look at.
 
-Files that start many runs for many tests have a list SHORT of those that the short suite starts, too, and the fixture
-has_slow_tests of conftest.py.
+A test file that starts many runs for many tests has a list SHORT of the runs that the short suite needs, and asks the
+fixture has_slow_tests of conftest.py whether to start the others.
 """
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 
 def slow_but(short, cases, name_of=None):
     """
-    Parameters of a test: those of `cases` whose name is not in `short` are marked slow.
+    Parameters for a test, in which the cases whose name is not in `short` are marked slow.
 
     cases: values, or tuples of several. name_of(*values): the name of a case, if that is not its first value.
     """

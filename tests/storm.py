@@ -1,11 +1,12 @@
 """
-Kill a run again and again, at random and at chosen moments, and check that nothing is lost.
+Kills runs again and again, at random and at chosen moments, and checks that nothing is lost.
 
     python tests/storm.py --kills=100                      # about 5 minutes on 2 cores
 
-Runs of 2 ranks: under DDP, under FSDP by hand with async_checkpoint, and with half of the experts of a mixture on each.
-After each kill the checkpoints left are whole, the same command goes on from the newest one, and what is finished is
-equal, bit for bit, to a run that was never killed. Printed: how often who was killed when, and what had to be repeated.
+The runs have 2 ranks: under DDP, under fsdp_manual.py with async_checkpoint, and with half of the experts of a mixture
+on each rank. After each kill the checkpoints that are left must be whole, and the same command must go on from the
+newest of them. A run that gets to its end must be bit-equal to one that was never killed. Printed is how often who was
+killed at which moment, and how many steps had to be repeated.
 """
 
 import argparse
@@ -37,13 +38,13 @@ STORM = {
 }
 MOMENTS = ('start', 'step', 'evaluation', 'save', 'rename', 'purge')
 VICTIMS = ('one rank', 'all ranks', 'torchrun')
-BY_TORCHRUN = 6  # every 6th start; the others are forked, which is quicker
+BY_TORCHRUN = 6  # every 6th start is by torchrun; the others are forked, which is quicker
 
 
 def storm(folder, kills, seed=0):
     """Kill runs of 2 ranks at random and at chosen moments, start each again with the same command, and compare.
 
-    Returns a Counter of what happened. Raises AssertionError where anything has been lost.
+    Returns a Counter of what happened. Raises AssertionError if anything has been lost.
     """
     chance, figures, began = random.Random(seed), Counter(), time.monotonic()
     for index, (variant, (script, options)) in enumerate(STORM.items()):
@@ -93,7 +94,7 @@ def reach(moment, job, out_dir, chance, by_torchrun):
     step = last_step(out_dir)
 
     def new_tmp(older_than_newest=False):
-        """Whether a folder is being written, or, when it is older than the newest, being deleted."""
+        """Whether the folder of a checkpoint is being written, or, with older_than_newest, being deleted."""
         steps = [int(name[5:13]) for name in names_of_checkpoints(out_dir) if name[13:] == '.tmp' and name not in there]
         limit = max(complete(out_dir), default=0)
         return any(one < limit for one in steps) if older_than_newest else bool(steps)
@@ -106,7 +107,7 @@ def reach(moment, job, out_dir, chance, by_torchrun):
         time.sleep(chance.uniform(0, 4 if by_torchrun else 1.2))
         return job.is_running()
     condition = {
-        'step': lambda: last_step(out_dir) != step,  # the rows after the checkpoint are cut when it starts
+        'step': lambda: last_step(out_dir) != step,  # `!=`, since a start first cuts rows after the checkpoint
         'evaluation': before_evaluation,
         'save': new_tmp,
         'rename': lambda: max(complete(out_dir), default=0) > newest,
@@ -119,7 +120,8 @@ def reach(moment, job, out_dir, chance, by_torchrun):
 
 
 def strike(job, victim, chance, figures):
-    """SIGKILL; False if nothing was left to kill. Ranks that do not end because of it are counted, and then killed."""
+    """Send SIGKILL; returns False if nothing was left to kill. Ranks that do not end with the victim are counted and
+    killed, too."""
     ranks = job.ranks()
     victims = (
         [job.pid] if victim == 'torchrun' else ranks if victim == 'all ranks' else chance.sample(ranks, len(ranks))[:1]
@@ -138,7 +140,7 @@ def strike(job, victim, chance, figures):
 
 
 def check_after_kill(out_dir, last, behind_by, figures):
-    """What the killed run has left; returns the step of its newest checkpoint, from which the next one has to start."""
+    """Check what the killed run has left; returns the step of its newest checkpoint, where the next start goes on."""
     steps = complete(out_dir)
     for step in steps:
         path = str(Path(out_dir, 'checkpoints', f'step_{step:08}'))
@@ -154,7 +156,7 @@ def check_after_kill(out_dir, last, behind_by, figures):
 
 
 def check_resumed(job, last, figures):
-    """That a start said it goes on from the newest checkpoint that the kill before it had left, if it got so far."""
+    """Check that a start, if it got that far, has said that it goes on from the newest checkpoint, that of `last`."""
     said = [line for line in job.text().splitlines() if 'resuming ' in line or 'starting from ' in line]
     if said:
         assert said[0].endswith('starting from scratch' if last is None else f'at step {last}'), (last, said[0])
@@ -163,7 +165,7 @@ def check_resumed(job, last, figures):
 
 
 def print_figures(figures, blows, moments, kinds):
-    """A table of who was hit how and when; then all other counts. blows: 'kills' or 'hits', as `figures` calls them."""
+    """Print a table of who was hit how and when, then all other counts. blows: 'kills' or 'hits', as in `figures`."""
     print(f'{blows:12}' + ''.join(f'{kind:>12}' for kind in (*kinds, 'all')))
     for moment in moments:
         row = [*(figures[moment, kind] for kind in kinds), figures[f'{blows}: {moment}']]

@@ -1,10 +1,11 @@
 """
-Find races between the streams of a GPU, on a machine without one.
+Finds races between the streams of a GPU, on a machine without one.
 
-A GPU runs what was issued in one stream in order, and two streams side by side. Work in stream B that uses what stream
-A has made must wait for an event that was recorded in A behind it. A wait that is missing gives wrong numbers now and
-then, and no error. Whether every wait is there does not depend on time: it follows from the order in which the host
-issues operations, events and waits. So this runs the real code on CPU tensors, notes those, and looks.
+A GPU runs the work of one stream in order, and different streams side by side. If work in stream B uses what stream A
+has made, B must wait for an event that was recorded in A after it was made. A missing wait gives no error, only wrong
+numbers now and then. But whether every wait is there does not depend on time, since it follows from the order in which
+the host issues operations, events and waits. So the checker runs the real code on CPU tensors, notes that order, and
+looks for what is not ordered.
 
     with Checker() as checker:
         ...  # code that uses torch.cuda.Stream, Event, stream(), current_stream(), synchronize()
@@ -12,17 +13,20 @@ issues operations, events and waits. So this runs the real code on CPU tensors, 
     checker.faults  # [] or lines
 
 *Happens before.* Every stream, and the host, has a vector clock: {stream: how many of its operations are over by now}
-(Fidge and Mattern, 1988). An event is a copy of a clock, to wait for it takes the larger number of each. An access is a
-race if one of the two writes, their bytes overlap, and the later one's clock does not cover the earlier one.
+(Fidge and Mattern, 1988). An event is a copy of a clock. Whoever waits for it takes, for each stream, the larger of the
+two numbers. Two accesses are a race if at least one of them writes, their bytes overlap, and the clock of the later one
+does not cover the earlier one.
 
-*Memory.* PyTorch's caching allocator hands memory that was freed to the next one who asks in the stream in which it had
-been allocated, without waiting for anybody. Where another stream may still use it then, that is a race, too; here with
-any later allocation in that stream, whatever its size. Not so page-locked memory: its allocator waits for copies.
+*Memory.* PyTorch's caching allocator gives freed memory to the next allocation in the stream in which it had been
+allocated, without waiting for anybody. If another stream may still use it then, that is a race, too. The checker takes
+any later allocation in that stream for one that gets the memory, whatever its size. Page-locked memory is left out,
+because its allocator waits for copies.
 
-*The host.* Memory that hold_on_host() names, or that comes from such memory alone, is the host's: it computes there by
-itself. A copy between it and other memory runs in the current stream, and without non_blocking the host waits for it.
+*The host.* Memory is the host's if hold_on_host() names it, or if it was computed from such memory alone; the host
+computes there by itself. A copy between the host's and other memory runs in the current stream, and without
+non_blocking the host waits for it.
 
-*What it does not see*: kernels of which the dispatcher knows nothing, and the memory that a host thread touches.
+*What it does not see*: kernels that do not go through PyTorch's dispatcher, and memory that another thread touches.
 """
 
 import contextlib
@@ -42,7 +46,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 def load(name, *substitutions):
-    """A module of ours from its source, with substitutions (old, new), each of which must be there."""
+    """A module of this project, made from its source after substitutions (old, new); each `old` must occur once."""
     source = (REPO / name).read_text()
     for old, new in substitutions:
         assert source.count(old) == 1, f'{source.count(old)} x in {name}: {old}'
@@ -77,7 +81,7 @@ class Stream:
         self.record_event().synchronize()
 
     def knows(self, stream, number):
-        """Whether the operation `number` of a stream is over before the next one here; the host's own are."""
+        """Whether operation `number` of a stream is over before the next one here. Those of the host always are."""
         return stream in (self, HOST) or self.clock.get(stream, 0) >= number
 
 
@@ -111,7 +115,7 @@ class Event:
 
 
 class Memory:
-    """What is known of one storage: who allocated it, and the accesses that later ones must be ordered after."""
+    """What is known of one storage: who allocated it, and the accesses after which later ones must be ordered."""
 
     def __init__(self, storage, stream):
         self.alive, self.allocated_in, self.on_host = StorageWeakRef(storage), stream, stream is HOST
@@ -154,14 +158,14 @@ class Checker(TorchDispatchMode):
             self.access(tensor, False, 'a read of the host')
 
     def hold_on_host(self, *tensors):
-        """These are in host memory, and so was all that has been done to them so far."""
+        """These tensors are in host memory, and what has been done to them so far was done by the host."""
         for tensor in tensors_in(tensors):
             memory = self.memory_of(tensor)
             if not memory.on_host:
                 memory.on_host, memory.accesses, memory.last_use = True, [], {}
 
     def copy(self, tensor, to_host=False, non_blocking=True):
-        """In place of tensor.to(): what is the GPU's and what the host's is on CPUs here."""
+        """In place of tensor.to(): here the memory of the host and that of the GPU are both on the CPU."""
         with _disable_current_modes():
             copied = tensor.clone()
         self.memory_of(copied).on_host = to_host
@@ -181,7 +185,7 @@ class Checker(TorchDispatchMode):
             return result
         self.operations += 1
         reads, writes = [], []
-        is_empty = 'empty' in name  # memory alone: nothing is read, nothing written
+        is_empty = 'empty' in name  # only allocates: nothing is read or written
         for index, argument in enumerate(() if is_empty else schema.arguments):
             value = kwargs.get(argument.name, args[index] if index < len(args) else None)
             is_written = (argument.alias_info and argument.alias_info.is_write) or function.namespace == 'c10d'
@@ -237,7 +241,7 @@ class Checker(TorchDispatchMode):
         for begin, until, other, number, wrote, before in memory.accesses:
             if begin < end and first < until and (writes or wrote) and not stream.knows(other, number):
                 self.faults.append(f'{where}, not ordered after: {before}')
-        # A write hides the accesses before it to the same bytes: what is ordered after it is ordered after those.
+        # A write hides earlier accesses to the same bytes, since what is ordered after the write is ordered after them.
         hidden = [
             access for access in memory.accesses
             if first <= access[0] and access[1] <= end and (writes or (access[2] is stream and not access[4]))
@@ -253,7 +257,7 @@ def tensors_in(tree):
 
 
 def caller():
-    """The line of ours that has issued the current operation."""
+    """The line of this project that has issued the current operation."""
     ours = [frame for frame in traceback.extract_stack(limit=40) if frame.filename.startswith(str(REPO))]
     ours = [frame for frame in ours if '/tests/' not in frame.filename and '/.venv/' not in frame.filename]
     return f'{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}' if ours else 'the test'

@@ -1,4 +1,4 @@
-"""A user's mistake ends in one clear line, a code other than 0, before any training, and with nothing lost."""
+"""A user's mistake ends a run before any training, with one clear line, an exit code other than 0, and nothing lost."""
 
 import json
 import re
@@ -17,7 +17,7 @@ RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=ti
 
 
 def error_line(text):
-    """The one line of what a failed run said; there is no traceback."""
+    """The one error line in what a failed run has printed; asserts that there is no traceback."""
     assert 'Traceback' not in text, text
     lines = [line for line in text.splitlines() if 'error:' in line]
     assert len(lines) == 1, text
@@ -26,7 +26,7 @@ def error_line(text):
 
 @pytest.fixture
 def train(tmp_path):
-    """train(data_dir, out_dir, *more): what a run in one process says that is expected to fail."""
+    """train(data_dir, out_dir, *more): runs one process that has to fail, and returns what it prints."""
 
     def train(data_dir, out_dir, *more):
         keys = [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}', *more]
@@ -38,7 +38,7 @@ def train(tmp_path):
 
 
 def train_as_a_user(data_dir, out_dir, **options):
-    """The CompletedProcess of one that is started as a user would."""
+    """The CompletedProcess of a run that is started as a user would start it."""
     keys = [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}']
     result = run_script('train_ddp.py', *keys, check=False, **options)
     assert result.returncode != 0
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_model_or_data_is_refused_with_both_values(train
 
 
 def test_a_failing_rank_stops_all_and_its_error_is_the_one_shown(data_dir, tmp_path):
-    """One token of one shard is above the vocabulary, in a sequence that only rank 1 reads in some later step."""
+    """One token of one shard lies outside of the vocabulary, in a sequence that only rank 1 reads, in a later step."""
     shutil.copytree(data_dir / 'tiny', tmp_path / 'tiny')
     meta = json.loads((tmp_path / 'tiny' / 'meta.json').read_text())
     shard = next((tmp_path / 'tiny').glob('train_*.bin'))
@@ -134,7 +134,7 @@ def test_a_failing_rank_stops_all_and_its_error_is_the_one_shown(data_dir, tmp_p
 
 
 def test_out_of_memory_names_the_keys_to_lower(data_dir, tmp_path):
-    """A real one: the address space is limited to 8 GB, the model's gradients alone take more."""
+    """It really is out of memory: the address space is limited to 8 GB, and the gradients alone take more."""
     command = 'ulimit -v 8000000; exec "$@"'
     import subprocess
     import sys

@@ -1,4 +1,4 @@
-"""report.py: what an issue should say, from any state of a machine and a run, and nothing that is secret."""
+"""report.py prints what an issue should say, in any state of a machine and a run, and nothing that is secret."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_what_is_damaged_or_missing_is_a_line_and_no_end(out_dir):
 
 
 def test_without_torch_it_says_so(tmp_path):
-    """As where an installation has failed: Python alone, without any package."""
+    """Python alone, without any package, as where an installation has failed."""
     program = (
         f"import sys, runpy; sys.path[:] = [path for path in sys.path if 'site-packages' not in path] + ['{REPO}']"
     )

@@ -1,4 +1,4 @@
-"""compare.py and its room: what is run, in which order, what is made of it; and each strategy for real."""
+"""compare.py and comparison/: what is run, in which order, and what is concluded; then each strategy for real."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from comparison import results, run_matrix, verdict
 from configurator import read_knobs
 from planning import memory, sizes
 
-# Stands in for a train script: `python fake.py train_ddp.py --key=value ...` leaves what those leave, at once.
+# Stands in for a train script: `python fake.py train_ddp.py --key=value ...` leaves what a run would leave, at once.
 FAKE = """
 import json, os, pathlib, sys, time
 keys = dict(argument[2:].split('=', 1) for argument in sys.argv[2:])
@@ -92,7 +92,7 @@ def test_every_run_has_the_same_global_batch():
         label: (entry['world_size'], entry['overrides']['batch_size'], entry['overrides']['global_batch_size'])
         for label, entry in runs.items()
     }
-    # 4 sequences x 4 ranks x 2 micro-steps = 32; with one micro-step a rank takes 8 at once
+    # 4 sequences x 4 ranks x 2 micro-steps = 32; with one micro-step a rank takes 8 sequences at once
     assert batches['ddp-4ranks-1micro'] == (4, 8, 32) and batches['ddp-4ranks-2micro'] == (4, 4, 32)
     assert batches['single-2micro'] == (1, 4, 32), 'one process runs 8 micro-steps'
     assert {batch[2] for batch in batches.values()} == {32}
@@ -230,7 +230,7 @@ def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(*arguments, FAILS=label, ...) -> Popen of compare.py, whose runs are FAKE; start.calls() lists them."""
+    """start(*arguments, FAILS=label, ...) -> Popen of compare.py, which runs FAKE; start.calls() lists these runs."""
     fake = tmp_path / 'fake.py'
     fake.write_text(FAKE)
     calls = tmp_path / 'calls'
@@ -633,7 +633,8 @@ def test_an_outer_step_is_exact_only_where_it_changes_nothing(changes, apart):
 
 
 def exchanging(steps, log_interval, inner_steps):
-    """Rows of a DiLoCo run: a step takes 10 ms, an exchange 10 more and sends 4 GB, every so many and the last."""
+    """Rows of a DiLoCo run. A step takes 10 ms. After every inner_steps, and after the last step, an exchange takes 10
+    ms more and sends 4 GB."""
     rows, begin = [], 0
     for step in [step for step in range(1, steps + 1) if step % log_interval == 0 or step in (1, steps)]:
         passed = range(begin + 1, step + 1)
@@ -657,7 +658,7 @@ def exchanging(steps, log_interval, inner_steps):
     [
         (12, 1, 4),
         (40, 2, 5),  # rows straddle rounds
-        (45, 2, 5),  # an exchange at the end, in what is not a whole round
+        (45, 2, 5),  # the exchange at the end comes after less than a round
         (47, 1, 10),
         (50, 5, 10),
         (40, 2, 30),  # no whole round after warm-up
@@ -723,7 +724,7 @@ def test_the_verdict_pairs_repeats_and_finds_no_winner_where_there_is_none():
     speeds = {'a': (1000, 1000, 1000), 'b': (1100, 1300, 1500), 'c': (1050, 1240, 1430)}  # b is 1.05x c each time
     rows = summary({label: [run(tokens_per_sec=speed) for speed in every] for label, every in speeds.items()})
     assert 'fastest: b, 1.30x a (1.10 to 1.50 in 3 repeats)' in verdict.facts(list(rows.values()))
-    speeds = {'a': 2000, 'b': 1000, 'c': 1600}  # the reference is the fastest: beside it the next one
+    speeds = {'a': 2000, 'b': 1000, 'c': 1600}  # the baseline is the fastest, so it is compared with the next one
     rows = summary({label: [run(tokens_per_sec=speed)] for label, speed in speeds.items()})
     assert 'fastest: a, 1.25x c (one repeat cannot show noise)' in verdict.facts(list(rows.values()))
     rows = summary({'a': [run(tokens_per_sec=1000)], 'b': [run(tokens_per_sec=1001)], 'c': []})

@@ -1,4 +1,4 @@
-"""compare.py for real: config/compare_smoke.py under every strategy. A file of its own, for it takes minutes."""
+"""compare.py for real: config/compare_smoke.py under every strategy. It takes minutes, so it has a file of its own."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ from precision import apart
 
 @pytest.mark.slow
 def test_all_strategies_train_agree_save_and_resume(tmp_path):
-    """config/compare_smoke.py, with ranks that are forked: torchrun would import torch three times for each run."""
+    """Ranks are forked, since torchrun would import torch three times for each run."""
     launcher = f'{sys.executable} {REPO / "tests" / "launch.py"} {{nproc}}'
     result = run_script(
         'compare.py', 'config/compare_smoke.py', f'--out_dir={tmp_path}', f'--launcher={launcher}', timeout=3600

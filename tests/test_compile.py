@@ -25,7 +25,8 @@ EXPERTS = dict(n_experts=4, experts_per_token=2, expert_hidden_dim=16)
 
 @pytest.fixture
 def ranks(strategy):
-    """One of two in each replica, whose collectives do nothing; for DDP, which knows no such group, one of one."""
+    """Make this process one of two ranks in each replica, with collectives that do nothing. DDP does not work with such
+    a group, so there it is the only rank."""
     backend, store, world_size = ('gloo', dist.HashStore(), 1) if strategy == 'ddp' else ('fake', FakeStore(), 2)
     world_size *= 2 if 'diloco' in strategy else 1
     dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
@@ -61,7 +62,8 @@ CASES += [(strategy, 'qwen3 experts', mode) for strategy in ('ddp', 'fsdp', 'man
 
 @pytest.fixture
 def in_one_kernel(monkeypatch):
-    """Experts in bf16 as a GPU computes them, which a CPU can, too: without the numbers of their rows on the host."""
+    """Compute experts in bf16 as a GPU does, in one kernel and without their numbers of rows on the host. A CPU can do
+    that, too."""
     monkeypatch.setattr(model_module, 'rows_of_each', lambda ends, rows: ends)
 
 
@@ -105,7 +107,8 @@ def test_blocks_share_two_graphs_for_good(ranks, in_one_kernel, strategy, arch, 
 
 @pytest.mark.parametrize('mode', [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
 def test_a_block_with_experts_is_one_graph_for_its_first_batch_and_one_for_any_other(in_one_kernel, mode):
-    """Without a break, since of the experts' rows only their sum is a size; and the bits are those of no compiling."""
+    """There is no graph break, because only the sum of the experts' rows is a size of a tensor. Compiling changes no
+    bit."""
     counter, found = CompileCounterWithBackend('aot_eager'), []
     for compiles in (False, True):
         model = GPT(ModelConfig(arch='qwen3', **SHAPE, **EXPERTS), torch.bfloat16)
@@ -151,7 +154,8 @@ def test_on_a_gpu_the_loss_is_one_graph_and_the_same_number(monkeypatch, on_cuda
             losses.append(loss.item())
     torch._dynamo.reset()
     assert losses[:3] == losses[:1] * 3 and losses[3:] == losses[3:4] * 3
-    # On a GPU the loss is the pointwise form, which adds up in another order: 16 tokens, at most one rounding for each.
+    # On a GPU the loss has its pointwise form, which adds up in another order: at most one rounding for each of 16
+    # tokens.
     one_rounding = torch.finfo(torch.float32).eps * losses[0] if on_cuda else 0
     assert abs(losses[3] - losses[0]) <= tokens.numel() * one_rounding
     assert counter.frame_count == 1 + on_cuda  # one for all blocks, one for the loss

@@ -1,4 +1,5 @@
-"""configurator.py and keys.py: keys of a script, config files and the command line, and one line for every mistake."""
+"""configurator.py and keys.py: defaults, config files and the command line make a script's keys, and every mistake ends
+in one line."""
 
 import math
 import re
@@ -143,7 +144,7 @@ config, explicit = configure(Config)
 
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
-    """A script whose keys.py lies beside it, in the place of ours."""
+    """A script with a keys.py of its own beside it."""
     (tmp_path / 'keys.py').write_text(SHARED)
     (tmp_path / 'train_shared.py').write_text(SHARER)
     monkeypatch.syspath_prepend(tmp_path)
@@ -198,7 +199,7 @@ def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explai
             assert default == (knob.default, knob.types, knob.choices), (script, key)
 
 
-PATHS = {  # keys that name files or folders; those of train scripts in one row
+PATHS = {  # keys that name files or folders, by script; all train scripts have one row
     'train': {'out_dir', 'data_dir', 'init_from', 'eval_tasks', 'exchange', 'deepspeed_config'},
     'prepare_data': {'dataset', 'data_dir', 'tokenizer', 'verify'},
     'sample': {'out_dir', 'model', 'data_dir', 'tokenizer', 'prompts'},
@@ -234,7 +235,7 @@ def test_keys_read_from_the_source_are_the_attributes_that_the_class_has_when_it
 
 
 def test_names_of_other_trainers_are_those_of_the_table_in_docs():
-    """But for those that differ from ours in hyphens alone, as --batch-size."""
+    """Except for names that differ from ours only in hyphens, such as --batch-size."""
     keys = {key for script in TRAIN_SCRIPTS for key in read_knobs(REPO / script)}
     rows = re.findall(r'^\| (`-.*?) \| (.*) \|$', (REPO / 'docs/configuration.md').read_text(), flags=re.MULTILINE)
     in_docs = {}
@@ -444,7 +445,8 @@ config, explicit = configure(Config, pass_on=passed_on)
 
 @pytest.fixture
 def starter(run, tmp_path, monkeypatch):
-    """starter(*arguments, a='source of a.py') -> (keys of a script that starts train scripts, keys it passes on)."""
+    """starter(*arguments, a='source of a.py') -> (keys of a script that starts train scripts, keys that it passes
+    on)."""
 
     def starter(*arguments, **files):
         run()  # writes train_this.py and train_other.py

@@ -1,6 +1,6 @@
-"""context_manual.py against one process: the same losses and gradients, the bytes that its text promises.
+"""context_manual.py against one process: the same losses and gradients, and the bytes that its docstring promises.
 
-Ranks run all cases once and return what each of them saw; the tests read that.
+The ranks run all cases once and return what each of them saw, and the tests look at that.
 """
 
 import json
@@ -47,7 +47,8 @@ GPT2 = dict(arch='gpt2', **SIZES)
 ENOKI = dict(arch='enoki', head_dim=8, **SIZES)
 LLAMA = dict(arch='llama', n_kv_head=2, head_dim=8, **SIZES)
 QWEN3 = dict(arch='qwen3', n_kv_head=1, head_dim=8, attention_gate=True, **SIZES)
-# In rows of 32: whole, short ones at the junctions of chunks (of 8 on 2 ranks, of 4 on 4), and padding at an end.
+# Where documents begin in rows of 32 tokens: one whole row, short documents across the borders of chunks (8 tokens on 2
+# ranks, 4 on 4), and padding at the end.
 STARTS = [[0, 32, 32, 32, 32, 32], [0, 1, 5, 17, 20, 21], [0, 8, 16, 24, 32, 32], [0, 3, 7, 11, 30, 31]]
 DEFAULTS = dict(model=LLAMA, ranks=2, impl='ring', fsdp='torch', dtype='float32', packed=False, checkpointing='none')
 CASES = {
@@ -71,7 +72,7 @@ CASES = {
         'cp2_dp2_gather': dict(impl='gather', fsdp='manual', model=ENOKI, checkpointing='selective'),
     },
 }
-SHORT = ['cp4', 'cp4_gather_gpt2', 'cp2_dp2']  # of 4 ranks: both ways to exchange, packed and not, a second dimension
+SHORT = ['cp4', 'cp4_gather_gpt2', 'cp2_dp2']  # on 4 ranks: ring and gather, packed and not, a second mesh dimension
 STEPS = 20
 
 
@@ -79,13 +80,14 @@ STEPS = 20
 
 
 def batch_of(step, packed):
-    """x, y (BATCH, T), some targets ignored, in step 0 all of the middle half; if packed, starts of documents, too."""
+    """x, y (BATCH, T); if packed, also where documents begin. Some targets are ignored, in step 0 all of the middle
+    half."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (3, BATCH, T + 1), generator=generator).amin(0)  # small ones are likelier
     x, y = tokens[:, :-1], tokens[:, 1:].clone()
     y[:, ::5] = -1
     if step == 0:
-        y[:, T // 4 : 3 * T // 4] = -1  # on 2 ranks all that the second one has, and on 4 that of two
+        y[:, T // 4 : 3 * T // 4] = -1  # all targets of the second of 2 ranks, or of two of 4
     return (x, y, torch.tensor(STARTS)) if packed else (x, y)
 
 
@@ -114,7 +116,8 @@ def whole(tensor):
 
 
 def train(model, raw, optimizer, steps, case, context=None, gradients=None):
-    """[(loss, gradient norm) of each step], as train_fsdp.py has it; context=None: one process. Fills `gradients`."""
+    """[(loss, gradient norm) of each step], trained as in train_fsdp.py. context=None: one process. Fills
+    `gradients`."""
     world_size = dist.get_world_size() if context else 1
     groups = world_size // (context.ranks if context else 1)
     history = []
@@ -144,9 +147,10 @@ def optimizer_of(model):
 
 def compare(case):
     """
-    How many times as far from a float64 run as one process in the same precision, on rank 0.
+    How many times as far from a float64 run this case is as one process in the same precision, on rank 0.
 
-    'loss' and 'norm' of 20 steps, and 'gradient', the worst tensor of the first step. And by how much the loss fell.
+    Compared are 'loss' and 'norm' over 20 steps, and 'gradient': the worst tensor of the first step. Also says by how
+    much the loss fell.
     """
     raw, gradients = make_model(case), {}
     model = shard(raw, case)
@@ -167,7 +171,7 @@ def compare(case):
 
 
 def exact(impl, packed, model):
-    """Largest error of loss and gradients of a model in float64, without FSDP; and of attention's own."""
+    """The largest errors of a model's loss and gradients, and of attention alone, in float64 and without FSDP."""
     errors, context = [], context_manual.Context(dist.get_world_size(), impl, CPU, 60)
     with in_float64():
         case = DEFAULTS | dict(dtype='float64', model=model, packed=packed)
@@ -206,7 +210,8 @@ def exact(impl, packed, model):
 
 
 def perturbed(impl):
-    """Whether with one token of a document any logit of another one changes, and all of its own from there on."""
+    """Change one token of a document: (whether logits of another document change, whether all of its own from that
+    token on do)."""
     context, model = context_manual.Context(dist.get_world_size(), impl, CPU, 60), make_model(DEFAULTS)
     x, y, starts = batch_of(1, packed=True)
     changed = x.clone()
@@ -223,7 +228,7 @@ def perturbed(impl):
 
 
 def sent_bytes(impl, checkpointing):
-    """Bytes that this rank sends in forward and backward of one step: counted, by Linux, and by the formula."""
+    """Bytes that this rank sends in forward and backward of one step: as counted here, by Linux, and by the formula."""
     context = context_manual.Context(dist.get_world_size(), impl, CPU, 60)
     model = make_model(DEFAULTS | dict(checkpointing=checkpointing))
     counted = []
@@ -242,7 +247,7 @@ def sent_bytes(impl, checkpointing):
         spy(dist.all_to_all_single, lambda output, tensor: (N - 1) * tensor.nbytes // N),
     ):
         dist.barrier()
-        before = meter.written(Path('/proc/self/io'))  # of all threads: gloo's, and this one, which sends hops
+        before = meter.written(Path('/proc/self/io'))  # of all threads: gloo's and this one, which sends the hops
         model(*context.part(batch_of(1, packed=False)))[0].backward()
         by_linux = meter.written(Path('/proc/self/io')) - before
     keys = {'context_parallel': N, 'context_impl': impl, 'activation_checkpointing': checkpointing, 'device': 'cpu'}
@@ -280,9 +285,9 @@ def activations():
 
 def hugging_face(folder, kind):
     """
-    How many times as far from float64 loss and gradients of a transformers model are that shares packed sequences.
+    How far from float64 are loss and gradients of a transformers model whose ranks share packed sequences?
 
-    One process, which has whole sequences, counts as once; the worst tensor is returned.
+    Returns how many times as far as with one process, which has whole sequences, for the worst tensor.
     """
     if dist.get_rank() == 0:
         path = Path(save_model(f'{folder}/{kind}', kind), 'config.json')
@@ -345,7 +350,7 @@ RESULTS = {}
 def seen(world_size, tmp_path_factory, has_slow_tests):
     """What each rank saw, [{name: ...}, ...]; the ranks run once."""
     if world_size not in RESULTS:
-        RESULTS[world_size] = []  # if it fails, it would again
+        RESULTS[world_size] = []  # stays empty if the ranks fail, so that they are not started again
         RESULTS[world_size] = run_function(
             world_size, run_cases, str(tmp_path_factory.mktemp('checkpoints')), has_slow_tests, timeout=280
         )
@@ -395,7 +400,7 @@ def test_every_transformers_class_with_our_attention_can_share_sequences(seen, w
 
 
 def test_the_script_logs_what_one_process_logs(data_dir, tmp_path):
-    """Losses, norms, tokens and evaluations of a run with packed documents, and of a stream of them."""
+    """Losses, norms, tokens and evaluations, of a run on packed documents and of one on a stream of them."""
     run = [*TINY_MODEL, *TINY_RUN, '--arch=llama', '--global_batch_size=4', '--dtype=float32', '--eval_interval=3']
     run += ['--dataset=tiny', f'--data_dir={data_dir}', '--max_iters=6', '--keep_checkpoints=0']
     cases = {'stream': ['--fsdp_impl=manual'], 'packed': ['--windows=documents', '--context_impl=gather']}
@@ -492,7 +497,8 @@ def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message)
 
 
 def test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_nothing(monkeypatch):
-    """Tokens on 'meta', where to read a number is an error: on a GPU the host would wait for it in every micro-step."""
+    """The tokens are on the device 'meta', where reading a number is an error. On a GPU it would make the host wait in
+    every micro-step."""
     monkeypatch.setattr(context_manual.dist, 'get_rank', lambda group: 1)
     context = context_manual.Context.__new__(context_manual.Context)
     context.ranks, context.impl, context.group = 2, 'ring', types.SimpleNamespace(group_name='of two')
@@ -504,7 +510,7 @@ def test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_not
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
 def test_the_kernels_of_a_gpu_take_what_they_are_given_and_return_its_shapes(dtype):
-    """On the device 'meta', where kernels have signatures and shapes, and no numbers: those need a GPU."""
+    """On the device 'meta' kernels check arguments and return shapes; only their numbers need a GPU."""
     B, H, K, T, D = 2, 4, 2, 24, 16
     q, grad = (torch.empty(B, H, T, D, dtype=dtype, device='meta') for _ in range(2))
     k, v = (torch.empty(B, K, T + 8, D, dtype=dtype, device='meta') for _ in range(2))

@@ -1,4 +1,5 @@
-"""data.py: shards on disk, the order of samples, batches that are the same on any number of ranks, and their thread."""
+"""data.py: shards on disk, the order of samples, batches that do not depend on the number of ranks, and the thread that
+makes them."""
 
 import gc
 import hashlib
@@ -33,9 +34,9 @@ def tokens_of(length, seed=0, vocab_size=VOCAB_SIZE):
 
 
 def make_dataset(folder, train=(700, 450), val=(300,), dtype=np.uint16, with_meta=True, changed=None):
-    """A dataset as prepare_data.py leaves it, in shards of these lengths. Returns {split: all its tokens}.
+    """Write a dataset as prepare_data.py leaves it, in shards of these lengths. Returns {split: all its tokens}.
 
-    changed: {split: position of a token that is another one}.
+    changed: {split: position of a token that gets another value}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     meta = {'name': folder.name, 'vocab_size': VOCAB_SIZE, 'dtype': np.dtype(dtype).name, 'splits': {}}
@@ -59,7 +60,7 @@ def make_dataset(folder, train=(700, 450), val=(300,), dtype=np.uint16, with_met
 
 
 class CreatesAFile:
-    """Unpickling it does: pickles of others must not be opened."""
+    """Unpickling it creates a file, by which a test sees that somebody else's pickle was opened."""
 
     def __init__(self, path):
         self.path = path
@@ -183,7 +184,7 @@ def test_npy_files_that_are_damaged_or_hold_no_row_of_integers_are_refused_by_na
 
 @pytest.mark.parametrize('dtype', [np.uint16, np.uint32])
 def test_windows_run_across_shards_and_cover_every_token_once(tmp_path, dtype):
-    """Shards shorter than a window too: one window lies in four of them."""
+    """Also where shards are shorter than a window, so that one window lies in four of them."""
     tokens = make_dataset(tmp_path / 'set', train=(100, 3, 1, 30, 64, 219), dtype=dtype)['train']
     for block_size in (1, 7, 32, 50, 416):
         dataset = data.open_dataset(tmp_path, 'set', 'train', block_size)
@@ -254,7 +255,7 @@ def test_nanogpt_files_without_header_are_read_and_the_assumptions_said_once(tmp
 
 
 def test_files_of_other_projects_are_found_by_the_split_in_their_names_in_numerical_order(tmp_path):
-    """llm.c's and modded-nanogpt's names, .npy files of build-nanogpt; and a word that merely contains 'train'."""
+    """The names of llm.c and modded-nanogpt, .npy files of build-nanogpt, and a word that merely contains 'train'."""
     tokens = tokens_of(60)
     layouts = {
         'modded': ['fineweb_train_000001.bin', 'fineweb_train_000002.bin', 'fineweb_train_000010.bin'],
@@ -321,12 +322,13 @@ def test_raw_text_is_answered_with_the_command_that_makes_tokens_of_it(place, tm
         command = f'`python prepare_data.py --dataset={path if dataset == place else tmp_path / path}`'
         assert f'dataset={dataset}: ' in str(error.value) and command in str(error.value)
     (tmp_path / 'raw').mkdir()
-    with pytest.raises(ValueError, match='data/raw .*no tokens'):  # what lies in data_dir comes first
+    with pytest.raises(ValueError, match='data/raw .*no tokens'):  # a folder in data_dir comes first
         data.open_dataset('data', 'raw', 'train', 32)
 
 
 def test_a_dataset_that_is_half_prepared_is_refused(tmp_path):
-    """prepare_data.py was killed: good shards without a meta.json would be read as those of another tokenizer."""
+    """If prepare_data.py was killed, there are good shards without a meta.json. They would be read as if they came from
+    another tokenizer."""
     folder = tmp_path / 'stdlib-bytes'
     make_dataset(folder, with_meta=False)
     (folder / 'unfinished.json').write_text('{}')
@@ -377,7 +379,7 @@ def test_a_token_above_the_vocabulary_is_found_at_start_when_meta_json_tells(tmp
 
 @pytest.mark.parametrize('wrong', [VOCAB_SIZE, -1])
 def test_a_token_outside_the_vocabulary_is_found_when_it_is_read_and_named(tmp_path, wrong):
-    """In whichever column: the last token of a window is only a target."""
+    """In every column, also the last one, whose token is only a target."""
     folder = tmp_path / 'set'
     make_dataset(folder, train=(320, 1), with_meta=False)
     tokens = tokens_of(100)
@@ -386,7 +388,7 @@ def test_a_token_outside_the_vocabulary_is_found_when_it_is_read_and_named(tmp_p
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=VOCAB_SIZE)
     assert dataset.read(np.arange(12)).shape == (12, 33)
     for window, column in ((12, 1), (11, 33)):
-        if column == 33:  # the same token as the last target of the window before
+        if column == 33:  # the last target is also the first token of the next window
             tokens[63], tokens[64] = wrong, 0
             np.save(folder / 'train_000002.npy', tokens)
             dataset = data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=VOCAB_SIZE)
@@ -450,7 +452,7 @@ def test_every_window_comes_in_every_place_equally_often(n_windows):
 
 
 def test_neighbours_in_the_order_are_no_neighbours_in_the_data():
-    """As in a random permutation: no correlation, and steps of every size, over 10 million windows."""
+    """Over 10 million windows there is no correlation, and steps have every size, as in a random permutation."""
     n_windows = 10**7
     windows = sample_windows(np.arange(50_000), n_windows, seed=3).astype(float)
     assert abs(np.corrcoef(np.arange(50_000), windows)[0, 1]) < 0.02  # standard deviation 1 / sqrt(50,000) = 0.0045
@@ -497,7 +499,7 @@ def samples_of_steps(dataset, steps, world_size, batch_size, first_step=0, globa
 
 
 def test_one_two_and_four_ranks_see_the_same_samples_in_every_step(tmp_path):
-    """35 windows, so that 20 steps of 8 go through four epochs and steps straddle their borders."""
+    """There are 35 windows, so 20 steps of 8 go through four epochs, and some steps lie across their borders."""
     make_dataset(tmp_path / 'set')
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
     assert dataset.n_windows == 35
@@ -539,7 +541,7 @@ def test_evaluation_sees_the_first_windows_once_on_any_number_of_ranks(tmp_path,
     tokens = make_dataset(tmp_path / 'set')['train']
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
     of_ranks = [list(eval_batches(dataset, n_sequences, 4, rank, world_size, 'cpu')) for rank in range(world_size)]
-    assert len({len(of_rank) for of_rank in of_ranks}) == 1  # or the ranks' collectives would not match
+    assert len({len(of_rank) for of_rank in of_ranks}) == 1  # else the collectives of the ranks would not match
     rows = [row for of_rank in of_ranks for batch in of_rank for row in zip(*batch, strict=True)]
     assert all(len(x) == 4 for of_rank in of_ranks for x, _ in of_rank)
     seen = sorted((x.tolist(), y.tolist()) for x, y in rows if (y >= 0).all())
@@ -566,7 +568,7 @@ def test_synthetic_tokens_are_uniform_fixed_and_differ_between_splits(tmp_path):
 
 
 def chats_of(lengths, seed=0):
-    """[(tokens, learned), ...]: conversations of these lengths; 0.4 of their tokens are learned, and the last."""
+    """[(tokens, learned), ...]: conversations of these lengths. 0.4 of the tokens are learned, and always the last."""
     rng = np.random.default_rng(seed)
     chats = [(rng.integers(0, VOCAB_SIZE, n), rng.random(n) < 0.4) for n in lengths]
     for _, learned in chats:
@@ -575,7 +577,8 @@ def chats_of(lengths, seed=0):
 
 
 def make_chats(folder, chats, shard_lengths=None):
-    """A masked dataset of the conversations as split train, in shards of these lengths; its meta.json as a dict."""
+    """Write a masked dataset with the conversations as its split train, in shards of these lengths; returns its
+    meta.json as a dict."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = np.concatenate([tokens for tokens, _ in chats])
     mask = np.concatenate([learned + 2 * (np.arange(len(learned)) == 0) for _, learned in chats]).astype(np.uint8)
@@ -626,7 +629,7 @@ LENGTHS = [2, 3, 65, 64, 40, 41, 17, 5, 2, 30, 12, 50, 9, 22, 23, 65, 33, 7, 7, 
 
 
 def test_an_epoch_of_chats_holds_every_conversation_once_and_whole_with_its_own_positions(tmp_path):
-    """Shards that begin in the middle of conversations, one of them shorter than a conversation."""
+    """Also where shards begin in the middle of a conversation, and one is shorter than a conversation."""
     chats = chats_of(LENGTHS)
     total = sum(LENGTHS)
     make_chats(tmp_path / 'chats', chats, [70, 3, 20, 200, total - 293])
@@ -728,7 +731,7 @@ def test_the_first_token_of_a_chat_is_no_target_even_if_its_mask_says_learned(tm
 
 
 def test_evaluation_on_a_few_windows_of_chats_does_not_see_the_longest_alone(tmp_path):
-    """Packing begins with the longest: 100 windows of one chat each, then some of many."""
+    """Packing begins with the longest chats, so there are first 100 windows of one chat each, and then some of many."""
     make_chats(tmp_path / 'chats', chats_of([60] * 100 + [8] * 900))
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
     assert dataset.n_windows == 200
@@ -757,7 +760,7 @@ def test_a_million_chats_are_packed_with_little_padding_in_time_that_grows_no_fa
 
 
 def test_packing_follows_from_lengths_and_order_alone(tmp_path):
-    """The same lengths with other tokens and another mask, in other shards, lie in the same windows."""
+    """Conversations of the same lengths lie in the same windows, whatever their tokens, masks and shards."""
     total = sum(LENGTHS)
     make_chats(tmp_path / 'one', chats_of(LENGTHS, seed=1))
     make_chats(tmp_path / 'other', chats_of(LENGTHS, seed=2), [100, total - 100])
@@ -825,7 +828,7 @@ def test_as_many_batches_as_asked_for_are_made_ahead(monkeypatch):
     monkeypatch.setattr(data, '_host_batch', lambda *arguments: made.append(1) or make(*arguments))
     monkeypatch.setattr(data, 'BATCHES_AHEAD', 4)
     iterator = synthetic_batches()
-    for taken, expected in ((1, 4), (2, 4), (3, 6), (4, 6), (5, 8)):  # two more, as often as two are used up
+    for taken, expected in ((1, 4), (2, 4), (3, 6), (4, 6), (5, 8)):  # two more are made whenever two have been taken
         next(iterator)
         assert wait_until(lambda n=expected: len(made) == n), (taken, made)
         time.sleep(0.02)
@@ -868,7 +871,7 @@ def test_an_error_in_the_thread_is_raised_where_its_batch_was_due(tmp_path):
     next(iterator), next(iterator)
     with pytest.raises(ValueError, match=f'token id {VOCAB_SIZE} ') as error:
         next(iterator)
-    assert error.traceback[-1].path.name == 'windows.py'  # which is how errors.report_errors knows a user's mistake
+    assert error.traceback[-1].path.name == 'windows.py'  # by which errors.report_errors() recognizes a user's mistake
     with pytest.raises(StopIteration):
         next(iterator)
 
@@ -890,7 +893,8 @@ def test_a_script_that_forgets_to_close_ends_at_once_and_quietly():
 
 
 def test_a_batch_costs_no_more_than_a_few_of_nanogpts(tmp_path):
-    """Of its laptop config, 12 x 64 tokens, in CPU time of both threads; a step takes it 25 ms, 100 times as long."""
+    """Batches of nanoGPT's laptop config, 12 x 64 tokens, in CPU time of both threads. A step takes 25 ms, 100 times as
+    long as a batch."""
     make_dataset(tmp_path / 'set', train=(100_000,))
     iterator = data.batches(only(data.open_dataset(tmp_path, 'set', 'train', 64)), 0, 0, 12, 12, 0, 1, 'cpu')
     tokens = np.zeros(100_000, np.uint16)
@@ -914,7 +918,7 @@ def test_a_batch_costs_no_more_than_a_few_of_nanogpts(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_on_a_gpu_batches_are_those_of_the_cpu_also_when_copies_wait_behind_a_long_kernel(tmp_path):
-    """Copies queued behind 100 ms of work: a pinned buffer that was rewritten meanwhile would show."""
+    """The copies are queued behind 100 ms of work, so a pinned buffer that is rewritten meanwhile would show."""
     make_dataset(tmp_path / 'set')
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
     on_cpu = data.batches(only(dataset), 7, 0, 4, 4, 0, 1, 'cpu')

@@ -1,4 +1,4 @@
-"""train_deepspeed.py: the same run under every stage of ZeRO, and checkpoints that all train scripts share."""
+"""train_deepspeed.py: a run is the same under every stage of ZeRO, and all train scripts can read its checkpoints."""
 
 import json
 import math
@@ -27,7 +27,7 @@ needs_deepspeed = pytest.mark.skipif(not INSTALLED, reason=REASON)
 
 STEPS = 6
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--global_batch_size=12', '--dtype=float32', '--lr_decay_iters=6']
-# No weight is small enough to be kept whole on every rank, and a bucket holds one matrix: what large models meet.
+# As in large models, no weight is small enough to be kept whole on every rank, and a bucket holds only one matrix.
 SMALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0, 'reduce_bucket_size': 5000}}
 IN_HALF = {'communication_data_type': 'bf16'}
 IN_HALF['bf16'] = {'bf16_master_weights_and_grads': True, 'bf16_optimizer_states': True}
@@ -45,7 +45,7 @@ RUNS_ON_2 = {
     'adana': ['--zero_stage=2', '--optimizer=adana'],
     'in_half': ['--zero_stage=2', '--dtype=bfloat16', '--deepspeed_config=half.json'],
 }
-# The runs that the short suite starts, and those that they are compared with.
+# The runs that the short suite starts, with those with which they are compared.
 SHORT = {
     'single',
     'single_untied',
@@ -58,7 +58,7 @@ SHORT |= {'again3_half', 'again3', 'spikes2', 'three2', 'resumed_by_deepspeed'}
 LORA = [*TINY_RUN, '--dataset=synthetic', '--block_size=32', '--batch_size=2', '--global_batch_size=12']
 LORA += ['--dtype=float32', '--lora_rank=4', '--learning_rate=0.01', f'--max_iters={STEPS}', '--eval_interval=2']
 STAGE_3 = ['--zero_stage=3', '--deepspeed_config=small.json']
-# train_deepspeed.py with a loss_spike_guard that takes every step from the third on for a spike.
+# train_deepspeed.py with a loss_spike_guard that takes every step from the third on as a spike.
 SPIKES = """
 import runpy
 
@@ -71,7 +71,7 @@ try:
 finally:
     health.SPIKE_WINDOW, health.SPIKE_SIGMAS = 128, 6
 """
-# In fp16 on a CPU, which DeepSpeed would not start on: the way of the loss scale is that of a GPU.
+# DeepSpeed refuses fp16 on a CPU. This lets it start, so that the loss scale is handled as on a GPU.
 IN_FP16 = """
 import runpy
 
@@ -99,7 +99,7 @@ def arguments(out_dir, data_dir, *more):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, data_dir, has_slow_tests):
-    """A folder with the runs of this file: what trained where is in their names."""
+    """A folder with the runs of this file; their names say what trained where."""
     folder = tmp_path_factory.mktemp('deepspeed')
     (folder / 'small.json').write_text(json.dumps(SMALL))
     (folder / 'half.json').write_text(json.dumps(IN_HALF))
@@ -244,7 +244,7 @@ def test_a_resumed_run_is_the_same_run(runs, stage):
 @needs_deepspeed
 @pytest.mark.parametrize('name', slow_but(SHORT, ['ddp_to_deepspeed', 'deepspeed_to_fsdp']))
 def test_scripts_go_on_from_each_others_checkpoints_with_the_optimizer(runs, name):
-    """From 1 rank to 3, from 2 to 3: without the moments the loss of step 5 would be another one."""
+    """From 1 rank to 3, and from 2 to 3. Without the moments the loss of step 5 would differ."""
     assert 'resuming' in (runs / name / 'train.log').read_text()
     assert_equal(runs / name, runs / 'single', 1e-4)
 
@@ -259,7 +259,7 @@ def test_what_it_holds_is_measured(runs):
         assert 0 < row['mem/gradients_gb'] < row['mem/weights_gb']
     about, row = json.loads((runs / 'alone3/config.json').read_text())['config'], metrics(runs / 'alone3')[0]
     predicted = memory.memory_bytes(about, sizes.empty_model(about), 1, 'deepspeed')
-    for part in ('weights', 'gradients', 'optimizer'):  # of stage 3 on one rank, whose slice is the whole
+    for part in ('weights', 'gradients', 'optimizer'):  # under stage 3 on one rank, whose slice is all of it
         assert row[f'mem/{part}_gb'] * 1e9 == pytest.approx(predicted[part], rel=0.01), part
     bf16, fp32 = (metrics(runs / name)[0] for name in ('bf16_2', 'stage2'))
     assert bf16['mem/optimizer_gb'] == pytest.approx(fp32['mem/optimizer_gb'], rel=1e-3)  # moments are fp32
@@ -308,7 +308,7 @@ def test_lora_trains_as_under_ddp_and_saves_what_it_trains_alone(runs, stage):
 @needs_deepspeed
 @pytest.mark.parametrize('stage', slow_but(SHORT, [1, 2, 3], 'spikes{}'.format))
 def test_a_bad_step_with_finite_gradients_changes_no_weight(runs, stage):
-    """DeepSpeed's own check for overflow has nothing to say about it."""
+    """DeepSpeed's own check for overflows does not see such a step."""
     out_dir = runs / f'spikes{stage}'
     assert metrics(out_dir)[-1]['skipped'] == 2 and all(map(math.isfinite, column(out_dir, 'grad_norm')))
     good, after_two_bad = weights_of(out_dir, 2), weights_of(out_dir, 4)
@@ -329,7 +329,7 @@ def test_the_log_tells_the_dtypes_that_there_are(runs, name, dtype):
 @pytest.mark.slow
 @needs_deepspeed
 def test_bad_steps_are_skipped_on_all_ranks_and_nothing_else_is_said(runs, data_dir, tmp_path):
-    """With such a learning rate the weights leave the range of fp32 after the first step."""
+    """The learning rate is so high that the weights leave the range of fp32 after the first step."""
     more = ['--zero_stage=1', '--dtype=bfloat16', '--max_bad_steps=1', '--learning_rate=1e38', '--warmup_iters=1']
     result = run_script('train_deepspeed.py', *arguments(tmp_path, data_dir, *more), nproc=2, check=False)
     assert result.returncode != 0
@@ -337,7 +337,7 @@ def test_bad_steps_are_skipped_on_all_ranks_and_nothing_else_is_said(runs, data_
     assert re.search(r'skipped .*\b1 ', said)
     assert 'max_bad_steps=1' in result.stdout + result.stderr
     others = [line for line in result.stdout.splitlines() if line and line not in said]
-    assert others == []  # of DeepSpeed: its settings, memory reports, and what it would compile
+    assert others == []  # such as DeepSpeed's settings, its memory reports, and what it would compile
 
 
 def test_without_the_package_one_line_says_what_to_install(data_dir, tmp_path):
@@ -442,7 +442,7 @@ def test_all_contradictions_of_a_json_file_are_named_at_once(tmp_path):
 
 
 def test_sections_of_auto_are_as_if_not_given(tmp_path):
-    """As transformers' documentation writes them."""
+    """Written as in the documentation of transformers."""
     auto = {'type': 'AdamW', 'params': {'lr': 'auto', 'betas': 'auto', 'eps': 'auto', 'weight_decay': 'auto'}}
     theirs = {'optimizer': auto, 'amp': {'enabled': 'auto', 'opt_level': 'auto'}, 'torch_autocast': 'auto'}
     theirs['scheduler'] = {'type': 'WarmupCosineLR', 'params': {'total_num_steps': 'auto', 'warmup_num_steps': 'auto'}}
@@ -452,7 +452,7 @@ def test_sections_of_auto_are_as_if_not_given(tmp_path):
 
 
 def test_a_json_file_is_filled_in(tmp_path):
-    """As files written for other trainers are: 'auto' is what the keys say, what is left out as well."""
+    """Files for other trainers have 'auto', or leave a setting out: in both cases it gets what the keys say."""
     theirs = {'train_batch_size': 'auto', 'gradient_clipping': 1, 'bf16': {'enabled': 'auto'}, 'comms_logger': 'auto'}
     theirs |= {'fp16': None, 'communication_data_type': {}}  # the engine refuses the second
     theirs['zero_optimization'] = {'stage': 2, 'reduce_bucket_size': 'auto', 'overlap_comm': True}

@@ -1,6 +1,6 @@
-"""diloco.py against a loop in one process: the same numbers, the same bits on all replicas, the bytes it promises.
+"""diloco.py against a loop in one process: the same numbers, equal bits on all replicas, and as many bytes as promised.
 
-Ranks run all cases once and return what each of them saw; the tests read that.
+The ranks run all cases once and return what each of them saw, and the tests look at that.
 """
 
 import copy
@@ -33,7 +33,7 @@ from runtime import processes
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 DENSE = [dtype for dtype in codec.BYTES if dtype != 'top2bit']
-# Every case runs against the reference. tau = overlap_steps, alpha = mix.
+# Each of these cases is compared with reference(). tau = overlap_steps, alpha = mix.
 COMPARED = {
     'whole': dict(steps=12, inner_steps=4),
     'partial_last_round': dict(steps=10, inner_steps=4),
@@ -75,7 +75,7 @@ class Block(nn.Linear):
 
 
 class Net(nn.Module):
-    """Blocks between two tied matrices, a scale of one row (on 2 shards, one has none of it), a frozen vector."""
+    """Blocks between two tied matrices; a scale of one row, of which one of 2 shards has nothing; a frozen vector."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -114,9 +114,9 @@ def reference(
     replicas, steps, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, inner='adamw',
     lr=OUTER_LR, momentum=OUTER_MOMENTUM, bucket=None,
 ):  # fmt: skip
-    """[(anchors, [parameters of replica 0, of 1, ...]) after each step], in one process; each {name: tensor}.
+    """[(anchors, [parameters of replica 0, of 1, ...]) after each step], each as {name: tensor}, by one process.
 
-    The outer optimizer is torch's. Fragment p of P is sent after the steps (p + 1) H / P + k H.
+    The outer optimizer is that of torch. Fragment p of P is sent after steps (p + 1) H / P + k H.
     """
     models = [Net() for _ in range(replicas)]
     optimizers = [inner_optimizer(inner, trainable(model).values()) for model in models]
@@ -197,7 +197,8 @@ def average(anchor, delta, momentum):
 
 
 def begin(layout, sharding=None, inner='adamw', update=nesterov, seed=0, **settings):
-    """A run at step 0. sharding: None, 'manual' (fsdp_manual.py), 'torch' (fully_shard). updates: their sizes."""
+    """A run at step 0. sharding: None, 'manual' (fsdp_manual.py) or 'torch' (fully_shard). Its `updates` are the sizes
+    of the buckets that were updated."""
     model, updates = Net(seed), []
     if sharding == 'manual':
         fsdp_manual.shard(model, model.blocks, layout.shard_mesh)
@@ -224,7 +225,8 @@ def train_inner(run, step):
 
 
 def go(run, first, end, last_step=None, after_step=None):
-    """Steps first to end, as the docstring of diloco.py has them. log: (what, fragment, step)."""
+    """Take steps first to end as in the docstring of diloco.py. What happens goes to the log as (what, fragment,
+    step)."""
     for step in range(first, end + 1):
         train_inner(run, step)
         last = step == last_step
@@ -245,7 +247,7 @@ def anchors_of(outer):
 
 
 def agreement(run, layout):
-    """[anchors, parameters]: whether all replicas hold the same bits of them."""
+    """[of the anchors, of the parameters]: whether all replicas hold the same bits."""
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, (layout.shard, run.outer.checksums()))
     shards = [[sums for index, sums in everybody if index == shard] for shard in range(layout.shards)]
@@ -253,7 +255,7 @@ def agreement(run, layout):
 
 
 def compare(layout, sharding=None, steps=0, inner='adamw', update=nesterov, optimizer=None, **settings):
-    """One run against the reference: errors after each step, and what happened when."""
+    """A run beside the reference: its errors after each step, and what happened when."""
     replicas = layout.replicas
     run = begin(layout, sharding, inner, update, **settings)
     frozen, start = whole(run.model.frozen).clone(), time.perf_counter()
@@ -315,7 +317,8 @@ def golden(layout):
 
 
 def data_parallel(layout):
-    """H = 1, outer learning rate 1, no momentum, inner SGD: against one model that sees the mean of the losses."""
+    """With H = 1, outer learning rate 1, no momentum and inner SGD, beside one model that sees the mean of the
+    losses."""
     run = go(begin(layout, inner='sgd', update=average, inner_steps=1), 1, 8, 8)
     model = Net()
     optimizer = inner_optimizer('sgd', trainable(model).values())
@@ -330,7 +333,7 @@ def data_parallel(layout):
 
 
 def plain_loop(layout):
-    """One fragment, nothing overlapped or mixed: against DiLoCo as it is written in the paper, to the bit."""
+    """With one fragment, no overlap and no mixing, to the bit beside DiLoCo as the paper writes it."""
     run = go(begin(layout, inner_steps=4, num_fragments=1, overlap_steps=0, mix=0.0), 1, 10, 10)
     plain = begin(layout, inner_steps=4)  # its Outer is not used
     thetas = list(trainable(plain.model).values())
@@ -372,7 +375,7 @@ def pseudo_gradients(replicas, numbers):
 
 
 def exchange(parameter, outer, delta, step=1):
-    """Let this replica's pseudo-gradient be delta; returns what the outer step did with the average."""
+    """Take an outer step in which this replica's pseudo-gradient is delta; returns what it did with the average."""
     before = outer.fragments[0].anchor.clone()
     with torch.no_grad():
         parameter.copy_(before.view_as(parameter) - delta)
@@ -382,7 +385,7 @@ def exchange(parameter, outer, delta, step=1):
 
 
 def quantised(layout):
-    """Error of the mean in each dtype, and whether all replicas decoded the same bits and what is not finite."""
+    """For each dtype: the error of the mean, whether all replicas decoded the same bits, and what is not finite."""
     deltas, rows = pseudo_gradients(layout.replicas, 700), {}
     for dtype in DENSE:
         parameter, outer = vector(layout, 700, dtype=dtype, bucket=300)
@@ -402,7 +405,8 @@ def quantised(layout):
 
 
 def error_feedback(layout):
-    """Error of the mean of 40 exchanges of constant pseudo-gradients, with and without; 0.03 is little for int4."""
+    """Error of the mean of 40 exchanges of constant pseudo-gradients, with and without error feedback. A component of
+    0.03 is smaller than what int4 can tell from 0."""
     deltas = 0.03 * pseudo_gradients(layout.replicas, 512).clamp(-1, 1)
     deltas[:, ::256] = 1.0
     rows = {}
@@ -418,14 +422,14 @@ def error_feedback(layout):
 
 
 def two_bits(numbers):
-    """The statistical quantiser of SparseLoCo, in float64: what (n) numbers decode as."""
+    """The statistical quantiser of SparseLoCo in float64: the values as which (n) numbers are decoded."""
     centred = numbers - numbers.mean()
     codes = ((centred / (1.5 * centred.square().mean().sqrt()).clamp(min=1e-30)).round() + 2).clamp(0, 3)
     return sum(torch.where(codes == code, numbers[codes == code].mean(), 0.0) for code in codes.unique())
 
 
 def top2bit(tensor, k):
-    """Of each 64 x 64 numbers of a matrix, or 4096 of another tensor, the k largest, quantised; in float64."""
+    """The k largest of each 64 x 64 numbers of a matrix, or of each 4096 of another tensor, quantised; in float64."""
     matrix = tensor if tensor.dim() == 2 else tensor.reshape(1, -1)
     height, width = (64, 64) if tensor.dim() == 2 else (1, 4096)
     is_kept = torch.zeros_like(matrix, dtype=torch.bool)
@@ -440,7 +444,8 @@ def top2bit(tensor, k):
 
 
 def int2_exchange(sums):
-    """All-to-all and all-gather of (replicas, n): (average, errors (replicas, n)), in float64."""
+    """All-to-all and all-gather of numbers (replicas, n) in 2 bits, in float64; returns (average, errors (replicas,
+    n))."""
     replicas, n = sums.shape
     part = -(-n // (replicas * 2048)) * 2048
     padded = torch.nn.functional.pad(sums, (0, replicas * part - n))
@@ -457,7 +462,7 @@ SHAPES = {'0.matrix': (130, 70), '0.vector': (4500,), '0.one': (1,), '0.cube': (
 
 
 def two_bit_exchanges(layout, dtype, **settings):
-    """Four rounds of random pseudo-gradients in tensors of odd sizes, sharded if there are shards, against float64."""
+    """Four rounds of random pseudo-gradients in tensors of odd sizes, sharded if there are shards, beside float64."""
     replicas, generator = layout.replicas, torch.Generator().manual_seed(11)
     thetas = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
@@ -556,7 +561,8 @@ def alone(layout):
 
 
 def bf16_parameters(layout):
-    """Two rounds in which replicas move by about 1e-3: shares of entries that are not zero, or no bf16 number."""
+    """Two rounds in which replicas move by about 1e-3. Looks at how many entries of the pseudo-gradient are not zero,
+    and how many are no bf16 number."""
     generator = torch.Generator().manual_seed(3)
     parameter = nn.Parameter(torch.randn(4000, generator=generator).bfloat16())
     seen = []
@@ -598,7 +604,8 @@ class Wide(nn.Module):
 
 
 def traffic(layout):
-    """Bytes of a round: as Outer counts them, by the formula, and as torch sees them; collectives between sends."""
+    """Bytes of a round, as Outer counts them, by the formula, and as torch sees them; also the collectives that run
+    between sends."""
     rows, replicas = {}, layout.replicas
     for dtype in codec.BYTES:
         for num_fragments in (1, 2):
@@ -609,7 +616,7 @@ def traffic(layout):
                 num_fragments=num_fragments, overlap_steps=num_fragments - 1, dtype=dtype, bucket=2**16,
             )  # fmt: skip
             optimizer, between, modes = torch.optim.AdamW(model.parameters()), [], [Collectives(), Collectives()]
-            outer.thread.submit(modes[1].__enter__).result()  # a mode is of one thread
+            outer.thread.submit(modes[1].__enter__).result()  # a mode sees only the thread that has entered it
             with modes[0]:
                 for step in range(1, 9):
                     before = sum(len(mode.calls) for mode in modes)
@@ -643,7 +650,7 @@ def traffic(layout):
 
 
 def health(layout, sharding=None):
-    """health() of a round, and the same from the replicas' whole pseudo-gradients, in float64."""
+    """What health() says of a round, and the same computed in float64 from the whole pseudo-gradients."""
     run, replicas = begin(layout, sharding, inner_steps=4, bucket=29), layout.replicas
     go(run, 1, 4)  # one round, so that there is momentum
     run.outer.health()
@@ -677,7 +684,7 @@ def health(layout, sharding=None):
 
 
 def health_in_flight(layout):
-    """Sums of what health() says when it is asked while exchanges are in flight, which land one by one in 30 rounds."""
+    """Sums of what health() says over 30 rounds, asked while exchanges are in flight, which land one by one."""
     parameter, outer = vector(layout, 4000, overlap_steps=1, bucket=400)
     rows, (fragment,) = [], outer.fragments
     for step in range(1, 31):
@@ -704,7 +711,7 @@ def saved_copy(run, step):
 
 
 def load(run, checkpoint):
-    """What a train script does with a checkpoint; returns the step to go on at, and the keys that were asked for."""
+    """Do with a checkpoint what a train script does; returns the step at which to go on, and the keys asked for."""
     state, tensors, moments = checkpoint
     asked = {}
     with torch.no_grad():
@@ -723,7 +730,7 @@ def load(run, checkpoint):
 
 
 def resume(layout, sharding=None, **settings):
-    """Whether a run that was saved after 7 of 14 steps, and one that was resumed there, equal one without a stop."""
+    """Whether a run that was saved after 7 of 14 steps, and one that was resumed there, equal a run without a stop."""
     unstopped = go(begin(layout, sharding, **settings), 1, 14, 14)
     saved = go(begin(layout, sharding, **settings), 1, 7)
     checkpoint = saved_copy(saved, 7)
@@ -743,7 +750,7 @@ def resume(layout, sharding=None, **settings):
 
 
 def resume_at_a_rounds_end(layout):
-    """With other fragments, at the end of a round: momentum and anchors are taken over, to the bit."""
+    """Resume at the end of a round with other fragments: momentum and anchors are the same, to the bit."""
     saved = go(begin(layout, inner_steps=4), 1, 8)
     checkpoint = saved_copy(saved, 8)
     resumed = begin(layout, seed=1, inner_steps=4, num_fragments=2)
@@ -795,14 +802,15 @@ def resume_other_replicas(layout, smaller):
 
 
 def evaluation(layout, sharding=None):
-    """outer_parameters(): the parameters are the anchors, and afterwards what they were. rehearse() leaves no trace."""
+    """Within outer_parameters() the parameters are the anchors, and afterwards what they were before. rehearse() leaves
+    no trace."""
     run = go(begin(layout, sharding, inner_steps=4), 1, 6)
     before, anchors = copied(trainable(run.model)), anchors_of(run.outer)
     with run.outer.outer_parameters():
         inside = all(torch.equal(whole(p), anchors[name]) for name, p in trainable(run.model).items())
     after = all(torch.equal(whole(p), whole(before[name])) for name, p in trainable(run.model).items())
     differ = any(not torch.equal(anchors[name], whole(before[name])) for name in anchors)
-    for step in range(7, 27):  # what these computed is no part of the rehearsal
+    for step in range(7, 27):  # steps that a rehearsal must not change
         run.outer.send(run.outer.fragments[0], step)
     sums, updates = run.outer.checksums(), len(run.updates)
     seconds, computing = run.outer.rehearse(10_000, 'int8')
@@ -814,7 +822,7 @@ def evaluation(layout, sharding=None):
 
 
 def checksums_see(layout):
-    """Whether checksums() notice one bit on one replica, and two numbers that changed places."""
+    """Whether checksums() notices one other bit on one replica, and two numbers that have changed places."""
     rows = {}
     for change in ('none', 'bit', 'order'):
         run = begin(layout, inner_steps=4)
@@ -829,7 +837,7 @@ def checksums_see(layout):
 
 
 def meanwhile(layout):
-    """A sum over all ranks while a fragment is in flight; the ranks begin the two in different order."""
+    """A sum over all ranks while a fragment is in flight, where not all ranks begin the two in the same order."""
     parameter, outer = vector(layout, 1000, overlap_steps=1)
     assert layout.group is dist.group.WORLD  # what torch gives for a mesh without shards
     with torch.no_grad():
@@ -849,7 +857,7 @@ def meanwhile(layout):
 
 
 def cases_for(world_size, smaller):
-    """{name: function without arguments} of what so many ranks run."""
+    """{name: function without arguments} of the cases for so many ranks."""
     replicas, shards = (2, 2) if world_size == 4 else (world_size, 1)
     mesh = init_device_mesh('cpu', (replicas, shards), mesh_dim_names=('replica', 'shard'))
     layout = SimpleNamespace(
@@ -891,7 +899,7 @@ def cases_for(world_size, smaller):
             cases[function.__name__] = lambda function=function: function(layout)
         for name, settings in RESUMED.items():
             cases[f'resume {name}'] = lambda s=settings: resume(layout, **s)
-        cases['meanwhile'] = lambda: meanwhile(layout)  # the last one: if it fails, so does what comes after it
+        cases['meanwhile'] = lambda: meanwhile(layout)  # comes last: if it fails, so do the cases after it
     else:
         cases['compare whole manual'] = lambda: compare(layout, 'manual', **COMPARED['whole'])
         cases['compare overlap_2_mixed torch'] = lambda: compare(layout, 'torch', **COMPARED['overlap_2_mixed'])
@@ -918,7 +926,7 @@ def run_alone():
 
 
 def lose_a_rank():
-    """Rank 1 dies before an exchange: what rank 0 then sees, with and without overlap."""
+    """What rank 0 sees when rank 1 dies before an exchange, with and without overlap."""
     rows = []
     for overlap_steps in (0, 2):
         model, updates = Net(), []
@@ -989,7 +997,7 @@ COMPARISONS = [
 
 @pytest.mark.parametrize('world_size, name', COMPARISONS)
 def test_every_step_is_that_of_the_loop_in_one_process(ranks, world_size, name):
-    """2 and 3 replicas, and 2 replicas of 2 shards; anchors and each replica's own parameters, after every step."""
+    """Anchors and each replica's parameters after every step, for 2 and 3 replicas, and for 2 replicas of 2 shards."""
     rows = seen(ranks, world_size, name)
     for row in rows:
         assert max(row['errors']['anchors'] + row['errors']['parameters']) <= apart(), row['errors']
@@ -1030,7 +1038,8 @@ def test_when_a_fragment_is_sent(ranks, name, expected):
 
 
 def test_an_exchange_lands_exactly_overlap_steps_later_and_all_at_the_end(ranks):
-    """H=6, 3 fragments, 5 steps: up to three in flight. What lands at the last step is not sent once more."""
+    """With H=6, 3 fragments and an overlap of 5 steps up to three are in flight. What lands at the last step is not
+    sent again."""
     row = seen(ranks, 2, 'compare three_in_flight None')[0]
     starts = [[0, 2], [1, 4], [2, 6], [0, 8], [1, 10], [2, 12], [0, 14], [1, 16], [2, 18]]
     assert sends(row) == starts
@@ -1076,7 +1085,7 @@ def test_one_fragment_without_overlap_is_plain_diloco_to_the_bit(ranks):
 
 @pytest.mark.parametrize('world_size', [2, THREE, FOUR])
 def test_buckets_change_no_bit_and_each_is_updated_once(ranks, world_size):
-    """Of 7 numbers a parameter fills several, of 2**22 several share one."""
+    """A parameter fills several buckets of 7 numbers; several parameters share one of 2**22."""
     for row in seen(ranks, world_size, 'buckets'):
         assert row['7']['sums'] == row['64']['sums'] == row[str(2**22)]['sums']
         assert row['7']['updates'] > row['64']['updates'] >= row[str(2**22)]['updates']
@@ -1086,7 +1095,8 @@ def test_buckets_change_no_bit_and_each_is_updated_once(ranks, world_size):
 
 @pytest.mark.parametrize('world_size', [2, THREE])
 def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks, world_size):
-    """Rounding to a grid of width w costs w / sqrt(12); those of the replicas are averaged, their mean is rounded."""
+    """Rounding to a grid of width w has an error of w / sqrt(12). The errors of the replicas are averaged, and then
+    their mean is rounded, too."""
     rows = seen(ranks, world_size, 'quantised')
     for dtype, levels in (('float32', None), ('bfloat16', None), ('int8', 127), ('int4', 7)):
         first = rows[0][dtype]
@@ -1107,7 +1117,7 @@ def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks
 @pytest.mark.parametrize('name', TWO_BITS)
 @pytest.mark.parametrize('world_size, layout', slow_but([2], [(2, ''), (3, ''), (4, ''), (4, ' 4x1')]))
 def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name):
-    """SparseLoCo's equation: outer parameters and errors in four rounds of 2, 3, 4 replicas, and 2 x 2."""
+    """Outer parameters and errors by SparseLoCo's equation, over four rounds of 2, 3 and 4 replicas, and of 2 x 2."""
     for row in seen(ranks, world_size, name + layout):
         assert row['worst'] <= apart()
         assert row['agreed'] == [[True, True]] * 4, 'replicas hold different bits'
@@ -1120,7 +1130,8 @@ def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name)
 
 @pytest.mark.parametrize('world_size', [2, THREE, FOUR])
 def test_one_replica_takes_the_outer_step_of_snoo(ranks, world_size):
-    """Sharded over 2, 3 and 4 ranks; over one in test_one_replica_on_one_rank. Nothing at step 0, nothing is sent."""
+    """Sharded over 2, 3 and 4 ranks (over one: test_one_replica_on_one_rank). Nothing happens at step 0, and nothing is
+    sent."""
     for row in seen(ranks, world_size, 'alone'):
         assert row['worst'] <= apart() and row['bytes'] == 0
         assert row['sent'] == [*range(3, 31, 3), 31]
@@ -1136,7 +1147,7 @@ def test_error_feedback_makes_the_sum_of_many_rounds_exact(ranks, world_size):
     for row in seen(ranks, world_size, 'error_feedback'):
         for dtype in ('bfloat16', 'int8', 'int4'):
             assert row[f'{dtype} True'] < 0.2 * row[f'{dtype} False']
-        assert row['int4 False'] > 0.02  # all of a component of 0.03 is lost, in every round
+        assert row['int4 False'] > 0.02  # without error feedback a component of 0.03 is lost in every round
         assert row['int4 True'] < 0.005
 
 
@@ -1154,7 +1165,7 @@ def test_bytes_are_those_that_torch_sees_and_the_formula_and_none_between_sends(
         for name, case in row.items():
             dtype = name.split()[0]
             formula = 2 * 2 * case['numbers'] * codec.BYTES[dtype] * (world_size - 1) / world_size  # two rounds
-            if dtype == 'top2bit':  # 12 + 2 bits for each number that is kept, to all others
+            if dtype == 'top2bit':  # 12 + 2 bits for each number that is kept, sent to all others
                 formula = 2 * case['kept'] * 1.75 * (world_size - 1)
                 assert 64 / 4096 <= case['kept'] / case['numbers'] <= 1.02 * 64 / 4096
             assert case['operators'] == ['alltoall_base_']  # over gloo both halves of an exchange are
@@ -1210,7 +1221,7 @@ def test_other_fragments_in_the_middle_of_a_round_are_refused(ranks):
 
 @pytest.mark.slow
 def test_with_another_number_of_replicas_the_round_begins_again_at_the_outer_parameters(ranks):
-    """3 replicas; 2 and 1 go on. What was in flight has landed."""
+    """A run of 3 replicas goes on with 2 and with 1. What was in flight has landed."""
     rows = seen(ranks, 3, 'resume_other_replicas')
     for row in rows:
         assert row['step'] == 4 and row['error'] == 0 and not row['mid_round'] and row['in_flight'] > 0
@@ -1237,10 +1248,10 @@ def test_checksums_notice_one_bit_and_the_order(ranks):
 
 
 def test_a_failed_exchange_raises_and_no_outer_step_is_taken():
-    """One of two replicas is gone: the other one must not go on from its own pseudo-gradient alone."""
+    """When one of two replicas is gone, the other one must not go on with its own pseudo-gradient alone."""
     at_once, overlapped = run_function(2, lose_a_rank)[0]
     assert at_once['raised'] == ['RuntimeError']
-    assert overlapped['raised'] == ['', 'RuntimeError', 'RuntimeError']  # send() only starts it; land() again: again
+    assert overlapped['raised'] == ['', 'RuntimeError', 'RuntimeError']  # send() only starts it; land() raises again
     assert all(row['unchanged'] and row['updates'] == 0 for row in (at_once, overlapped))
 
 
@@ -1287,7 +1298,8 @@ def test_a_run_of_few_rounds_is_warned_of_its_momentum_with_values_that_pass():
 @pytest.mark.parametrize('place', ['cpu', 'cuda'])
 @pytest.mark.parametrize('overlap_steps', [0, 1])
 def test_nccl_may_keep_few_multiprocessors_busy_while_the_gpu_computes(monkeypatch, overlap_steps, place):
-    """As a fake GPU has neither streams nor NCCL, it is only looked at what the group would be made with."""
+    """A fake GPU has neither streams nor NCCL, so the test only looks at the options with which the group would be
+    made."""
 
     class Options:
         def __init__(self):
@@ -1317,7 +1329,7 @@ def test_nccl_may_keep_few_multiprocessors_busy_while_the_gpu_computes(monkeypat
 
 
 class Offloaded(nn.Module):
-    """At its first forward another tensor takes the place of its weight, as sharding puts page-locked memory there."""
+    """At the first forward another tensor replaces its weight, as sharding does with page-locked memory."""
 
     def __init__(self):
         super().__init__()

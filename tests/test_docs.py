@@ -1,4 +1,4 @@
-"""The files, functions, keys and links that README.md and docs/ name exist, and metrics.md names what a run writes."""
+"""README.md and docs/ name only files, functions, keys and links that exist; metrics.md names all that runs write."""
 
 import functools
 import re
@@ -25,17 +25,17 @@ SCRIPTS += ['compare.py', 'report.py']
 ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
 ROOMS += ('benchmarks',)
 
-# Files that the reader makes, or has from another project.
+# Files that readers make, or that belong to another project.
 THEIRS = {'slurm/local.sh', 'runs.sh', 'train.py', 'table.md', 'console.txt'}
 THEIRS |= {f'{name}.png' for name in 'loss phases memory communication experts ladder rates coordinates'.split()}
-# Flags of programs that are not ours.
+# Flags of other programs.
 FLAGS = {'nnodes', 'nproc_per_node', 'node_rank', 'master_addr', 'master_port', 'standalone', 'local_addr'}  # torchrun
 FLAGS |= {'max-restarts', 'rdzv-backend', 'rdzv-id', 'rdzv-endpoint'}
 FLAGS |= {'time', 'array', 'account', 'nodes', 'partition', 'signal', 'mem', 'gpus-per-node', 'cpus-per-task'}  # sbatch
 FLAGS |= {'full', 'version'}  # tests/run.sh; every script
 FLAGS |= {'key'}  # a placeholder
-MISTAKES = {'batchsize'}  # shown with the error that it gives
-# The scripts that shell scripts hand their arguments to; the others of slurm/ start any train script.
+MISTAKES = {'batchsize'}  # shown together with the error that it causes
+# The scripts to which shell scripts pass their arguments; the other files of slurm/ start any train script.
 HANDED_ON = {
     'quickstart.sh': ['train_fsdp.py'],
     'diloco.sh': ['train_diloco.py'],
@@ -55,7 +55,7 @@ def inline_code(text):
 
 @functools.cache
 def keys_of(script):
-    """The keys that --help of one of our scripts lists, or those that a program with argparse declares."""
+    """The keys that --help of a script lists, or those that a program with argparse declares in its source."""
     if script in SCRIPTS or script == 'planning/rules.py':
         program = ['-m', 'planning.rules'] if script == 'planning/rules.py' else [script]
         answer = subprocess.run(
@@ -65,7 +65,7 @@ def keys_of(script):
         assert keys, f'{script} --help lists no keys'
     else:
         keys = set(re.findall(r"'--(\w+)'", (REPO / script).read_text()))  # most import torch before they answer
-    if script == 'compare.py':  # which hands keys on to the scripts that it starts
+    if script == 'compare.py':  # it passes keys on to the scripts that it starts
         keys |= keys_of_all(TRAIN_SCRIPTS)
     return keys | {'help', 'version'}
 
@@ -94,7 +94,7 @@ def test_picture_and_both_commands_come_first():
 
 
 def test_the_tree_names_every_file():
-    """Each .py file of the top and of the rooms stands in the tree of docs/code.md, and nothing else does."""
+    """The tree of docs/code.md has each .py file of the top folder and of the rooms, and nothing else."""
     tree = next(block for block in code_blocks(CODE.read_text()) if 'runtime/' in block)
     named, room = {'': set()}, ''
     for line in tree.splitlines():
@@ -131,7 +131,7 @@ def test_files_and_folders_that_a_page_names_exist(page):
     text = page.read_text()
     if page == CODE:  # the tree has a test of its own
         text = text.replace(next(block for block in code_blocks(text) if 'runtime/' in block), '')
-    text = re.sub(r'\[[^\]]*\]\([^)]*\)', '', text)  # so have links
+    text = re.sub(r'\[[^\]]*\]\([^)]*\)', '', text)  # links have a test of their own, too
     paths = re.findall(r'(?<![\w/.*=-])[\w/-]*\w\.(?:py|sh|md|txt|png)\b', text)
     folders = f'(?:{"|".join(ROOMS)}|config|slurm|docs|assets|tests)/'
     paths += re.findall(rf'(?<![\w/.-]){folders}(?:\w+/)*(?![\w*])', text)
@@ -141,7 +141,7 @@ def test_files_and_folders_that_a_page_names_exist(page):
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)
 def test_functions_that_a_page_names_exist(page):
-    """As `Class.method`, in any file; and as `name` in the same part of a line behind `file.py:`."""
+    """Functions are named as `Class.method`, in any file, or as `name` after `file.py:` in the same part of a line."""
     text = page.read_text()
     sources = {path: path.read_text() for path in REPO.glob('*.py')}
     sources |= {path: path.read_text() for room in (*ROOMS, 'tests') for path in (REPO / room).glob('*.py')}
@@ -168,7 +168,8 @@ def test_commands_use_only_keys_that_their_script_has(page):
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)
 def test_keys_that_a_page_names_exist(page):
-    """`--key`, `--key=value` and `key=value`, in text and tables; flags of other trainers stand in a first column."""
+    """Written as `--key`, `--key=value` or `key=value`, in text and tables. First columns that begin with a hyphen are
+    left out: they have the flags of other trainers."""
     text = re.sub(r'^\| `-[^|]*\|', '|', page.read_text(), flags=re.MULTILINE)
     known = keys_of_all([*SCRIPTS, 'planning/rules.py']) | FLAGS
     for script, _ in commands(text):
@@ -204,7 +205,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f'{link}: no such heading'
 
 
-# As GitHub understands it; alt says what there is to see.
+# A picture as GitHub understands it, with an alt text that says what there is to see.
 IN_PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="[./]*assets/(?P<dark>\w+_dark\.svg)">'
     r'\s*<img (?:width="\d+%?" )?src="[./]*assets/(?P<light>\w+_light\.svg)" alt="[^"]{20,}"(?: width="\d+%?")?>'
@@ -224,7 +225,7 @@ def test_every_picture_is_shown():
 
 # --- metrics.md -------------------------------------------------------------------------------------------------------
 
-RUNS = {  # between them they write all that ranks on CPUs do
+RUNS = {  # together they write all metrics that ranks on CPUs can write
     'train_fsdp.py': ['--fsdp_impl=manual', '--expert_parallel=2', '--dataset=a:0.5,b:0.5', '--keep_best=True'],
     'train_diloco.py': ['--num_replicas=2', '--inner_steps=2', '--eval_interval=1', '--dataset=a'],
     'train_pool.py': ['--num_replicas=1', '--inner_steps=2', '--dataset=a'],
@@ -233,7 +234,7 @@ RUNS['train_fsdp.py'] += TINY_EXPERTS
 
 
 def metrics_of_the_page():
-    """The keys in the first columns of its tables, as patterns: NAME is any name."""
+    """The keys in the first columns of the page's tables, as patterns in which NAME is any name."""
     page = (REPO / 'docs/reference/metrics.md').read_text()
     columns = re.findall(r'^\| (`[^|]*) \|', page, flags=re.MULTILINE)
     keys = [key for column in columns for key in re.findall('`([^`]+)`', column)]

@@ -1,4 +1,4 @@
-"""A model arrives whole from the hub, which here is a server on this machine, or one line says why it does not."""
+"""A model arrives whole from the hub, or one line says why it does not. The hub is a server on this machine."""
 
 import contextlib
 import fcntl
@@ -31,10 +31,11 @@ BLOCK = 2**24  # bytes that the script asks for at a time
 
 
 class Hub:
-    """The part of the hub that a download meets, over HTTP: list a repository, redirect large files to a second host.
+    """The part of the hub that a download needs, over HTTP. It lists a repository and redirects large files to a second
+    host.
 
-    repositories: {name: folder}. stop_after: the second host falls silent after so many bytes of a large file.
-    served: [(file, first byte)] of every content sent.
+    repositories: {name: folder}. stop_after: the second host stops sending after so many bytes of a large file.
+    served: [(file, first byte)] of everything that was sent.
     """
 
     def __init__(self, repositories):
@@ -131,7 +132,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def requests_for(folder, names, first_byte=0):
-    """What a hub has served, sorted, when those files of its folder have been fetched from that byte on."""
+    """What a hub has served, sorted, once these files of its folder have been fetched from that byte on."""
     return sorted((name, begin) for name in names for begin in range(first_byte, (folder / name).stat().st_size, BLOCK))
 
 
@@ -141,7 +142,7 @@ def is_large(name):
 
 @pytest.fixture(scope='session')
 def tiny_llama(tmp_path_factory):
-    """A repository with a 42 MB Llama in two shards, a trained BPE, and all that a real one has beside these."""
+    """A repository with a 42 MB Llama in two shards, a trained BPE, and what else a real one has."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -174,7 +175,7 @@ def hub(tiny_llama):
 
 
 def settings(hub, tmp_path, **changes):
-    """Variables that lead to the test's hub, with a token and a cache of this test's own."""
+    """Environment variables that lead to this test's hub, with a token and a cache of its own."""
     quiet = {'HF_HUB_DISABLE_TELEMETRY': '1', 'HF_HUB_OFFLINE': '0', 'NO_PROXY': '127.0.0.1'}
     return {'HF_ENDPOINT': hub.address, 'HF_HOME': str(tmp_path / 'hf_home'), 'HF_TOKEN': TOKEN, **quiet, **changes}
 
@@ -329,7 +330,7 @@ def test_a_folder_on_this_machine_is_checked_where_it_lies(copy, tmp_path):
 
 
 def test_a_folder_with_anything_else_in_it_is_left_alone(hub, copy, tmp_path):
-    (copy / 'download.json').unlink()  # say, a model that was trained here
+    (copy / 'download.json').unlink()  # as in the folder of a model that was trained here
     flip_a_byte(copy / SHARDS[0])
     before = contents(copy)
     line = error_line(download(hub, tmp_path, check=False))
@@ -496,7 +497,7 @@ def test_a_tensor_that_the_index_promises_must_be_in_its_file(copy):
 
 def peak_mb(*arguments, **env):
     """Peak resident memory in MB of a run of the script."""
-    # By a process between: a process counts from the memory of the one that forked it, and pytest's is large.
+    # With a process in between: a process starts with the peak of the one that forked it, and that of pytest is large.
     code = (
         'import resource, subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True, stdout=2); '
         'print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)'

@@ -1,4 +1,5 @@
-"""evaluate.py: log-likelihoods of a plain loop, whatever the ranks and the sharding; scores; mistakes in task files."""
+"""evaluate.py: log-likelihoods are those of a plain loop on any number of ranks, sharded or not; scores; mistakes in
+task files."""
 
 import importlib.util
 import json
@@ -54,7 +55,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def models(data_dir, tmp_path_factory):
-    """{name: (what evaluate.py is given, a folder for transformers)}: of transformers' classes, and a run of ours."""
+    """{name: (what evaluate.py is given, a folder for transformers)} of classes of transformers, and of a run."""
     folder = tmp_path_factory.mktemp('models')
     found = {}
     for name in MODELS[:-1]:
@@ -89,7 +90,8 @@ def evaluate(out_dir, files, folder, *arguments, nproc=1):
 
 
 class PlainLoop:
-    """Log-likelihoods by transformers, in float32, one request after the other; what stands before is put by hand."""
+    """Log-likelihoods by transformers in float32, one request after the other. Tokens before a text are put there by
+    hand."""
 
     def __init__(self, folder):
         import transformers
@@ -105,7 +107,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def score(self, before, targets):
-        """(nats, greedy) of targets behind `before`, of which the model sees the last tokens only."""
+        """(nats, greedy) of targets after `before`, of which the model sees as many of the last tokens as fit."""
         tokens = (before + targets)[-self.window - 1 :]
         log_probs = self.model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)[-len(targets) :]
         nats = sum(log_probs[n, token].item() for n, token in enumerate(targets))
@@ -120,7 +122,7 @@ class PlainLoop:
         return self.score(before, whole[len(before) :])
 
     def text(self, text):
-        """[(nats, greedy), ...] of windows: one behind the other, the last one with as much before it as fits."""
+        """[(nats, greedy), ...] of a text's windows, one after another; as much as fits stands before the last."""
         tokens, found = self.start() + self.tokenizer.encode(text), []
         for first in range(1, len(tokens), self.window):
             targets = tokens[first : first + self.window]
@@ -186,7 +188,7 @@ def test_the_numbers_are_the_same_on_1_2_and_3_ranks_however_the_model_is_sharde
     alone = evaluate(out_dir, files, tmp_path / 'alone')
     for shard, nproc in (('none', 2), ('none', 3), ('torch', 1), ('torch', 3), ('manual', 2), ('manual', 3)):
         results, samples, text = evaluate(out_dir, files, tmp_path / f'{shard}{nproc}', f'--shard={shard}', nproc=nproc)
-        assert samples == alone[1], (shard, nproc)  # to the bit: each batch is the same one, on whatever rank
+        assert samples == alone[1], (shard, nproc)  # to the bit, since batches do not depend on ranks
         assert results == alone[0]
         assert f'{nproc} x cpu' in text and text.count('choices: acc ') == 1
 
@@ -229,7 +231,7 @@ def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):
 
 
 def write_prompts(path):
-    """Prompts of many lengths, in some of the models' 32 tokens with the answer."""
+    """Write prompts of many lengths. With the answer they fit into the 32 tokens of the smallest model."""
     draws, rows = random.Random(3), []
     for number in range(13):
         row = {'prompt': some_text(draws, number % 4)[:14], 'answer': ['a', 'e', 'n'], 'rule': 'contains'}
@@ -238,7 +240,7 @@ def write_prompts(path):
 
 
 def written_by(loop, row):
-    """The likeliest token, one after the other, as text."""
+    """The text of the likeliest tokens, one after the other."""
     tokens = loop.tokenizer.encode(row['prompt']) or loop.start()
     new = []
     for _ in range(row['max_new_tokens']):
@@ -271,7 +273,7 @@ def test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding(m
     for shard, nproc in (('none', 2), ('torch', 3), ('manual', 2)) if name in ('native', 'gpt2') else ():
         keys = ['--batch_size=3', f'--shard={shard}']
         others = evaluate(out_dir, [prompts], tmp_path / f'{shard}{nproc}', *keys, nproc=nproc)
-        assert (others[0], others[1]) == (results, samples), (shard, nproc)  # to the bit, with ranks that end earlier
+        assert (others[0], others[1]) == (results, samples), (shard, nproc)  # to the bit; some ranks end earlier
 
 
 @pytest.mark.parametrize(
@@ -375,8 +377,9 @@ def common_length(sequences):
 
 
 def core_by_hand(loop, rows, num_fewshot):
-    """[(mean loss of each prompt's targets, whether all are greedy, right?)], one prompt after the other, as nanochat's
-    core_eval.py goes about it; which has no number for a choice that begins another: here its last token counts."""
+    """[(mean loss of each prompt's targets, whether all are greedy, whether it is right)], one prompt after the other
+    as in nanochat's core_eval.py. That has no number for a choice with which another choice begins; here its last token
+    counts."""
     for number, row in enumerate(rows):
         others = [n for n in range(len(rows)) if n != number]
         shown = random.Random(1234 + number).sample(others, num_fewshot)
@@ -401,7 +404,7 @@ def core_by_hand(loop, rows, num_fewshot):
 
 
 def said_by(loop):
-    """Continuations that the model would say itself."""
+    """Rows with the continuation that the model itself finds likeliest, and one with another continuation."""
     rows = []
     for context in map(chr, range(ord('0'), ord('z'))):
         tokens = loop.start() + loop.tokenizer.encode(context, add_special_tokens=False)

@@ -1,7 +1,8 @@
-"""expert_manual.py against one process: the same losses, gradients and checkpoints, the bytes that its text promises.
+"""expert_manual.py against one process: equal losses, gradients and checkpoints, and the bytes that its text promises.
 
-The layouts of train_fsdp.py and train_diloco.py run as they stand, all from the same weights. What they log, and the
-whole gradients of each step, are compared with those of train_ddp.py in one process, by how far both are from float64.
+The layouts are run by train_fsdp.py and train_diloco.py as they are, all from the same weights. Their logged numbers
+and the whole gradients of each step are compared with those of train_ddp.py in one process: both are measured by how
+far they are from a run in float64.
 """
 
 import itertools
@@ -38,7 +39,7 @@ RUN += ['--eval_interval=0', '--keep_checkpoints=0']
 
 MANUAL, FULL = '--fsdp_impl=manual', '--activation_checkpointing=full'
 SELECTIVE, OFFLOAD = '--activation_checkpointing=selective', '--activation_checkpointing=offload'
-LAYOUTS = {  # experts x data: (ranks, how many of them have other tokens, keys)
+LAYOUTS = {  # experts x data: (ranks, how many of them have different tokens, keys)
     '1x2': (2, 2, []),
     '2x1': (2, 2, ['--expert_parallel=2']),
     '1x4': (4, 4, []),
@@ -56,10 +57,11 @@ WAYS = {  # (micro-steps, keys)
     'manual, selective': (4, [MANUAL, SELECTIVE, '--zero_stage=2', '--accumulate=sharded']),
     'manual, offload': (1, [MANUAL, OFFLOAD, '--zero_stage=1', '--blocks_per_unit=2']),
 }
-# Each layout with both implementations, of one micro-step and of several; two of them in all ways.
+# Each layout with both implementations, one with one micro-step and one with several; two layouts in all ways.
 BOTH = ('torch', 'manual, selective')
 CASES = [(layout, way, 'tiny') for layout in LAYOUTS for way in (WAYS if layout in ('2x1', '2x2') else BOTH)]
-# All tokens to the experts of the first half: some ranks compute nothing. And to one half after the other.
+# Datasets whose tokens all go to the first half of the experts, so that some ranks compute nothing, or to one half
+# after the other.
 CASES += [(layout, way, 'half') for layout in ('2x1', '4x1', 'hsdp') for way in ('torch', 'manual, full')]
 CASES += [('2x1', way, 'turns') for way in ('torch, full', 'torch, offload', 'manual', 'manual, selective')]
 SHORT = [('2x2', 'torch', 'tiny'), ('2x2', 'manual, full', 'tiny'), ('2x1', 'manual, selective', 'turns')]
@@ -74,11 +76,11 @@ def make_model(compute_dtype=torch.float32, **changes):
 
 
 def first_weights(by_token):
-    """{name: tensor} that all runs begin with, whose routers prefer some experts.
+    """{name: tensor}: the weights with which all runs begin. The routers prefer some experts.
 
     by_token: tokens below 128 choose among experts of the first half, others among those of the second half.
     """
-    model, seed = make_model(), 7 if by_token else 12  # two with which no choice is near a tie, see below
+    model, seed = make_model(), 7 if by_token else 12  # seeds with which no choice is near a tie, see factors_of()
     weights = {name: model.initial_value(name, value, seed, 'cpu') for name, value in model.named_parameters()}
     for name, weight in weights.items():
         if name.endswith('router.weight'):
@@ -91,7 +93,7 @@ def first_weights(by_token):
 
 
 def make_dataset(data_dir, name, kind_of):
-    """Dataset of which kind_of(number of a sample in its step) says whether its tokens are 'low', 'high' or both."""
+    """Write a dataset. kind_of(number of a sample in its step) says if its tokens are 'low', 'high' or 'both'."""
     shutil.copytree(data_dir / 'tiny', data_dir / name)
     shard = next((data_dir / name).glob('train_*.bin'))
     n, random = (len(shards.read_shard(shard)) - 1) // T, np.random.default_rng(1)
@@ -111,14 +113,14 @@ def data(data_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp('experts') / 'data'
     shutil.copytree(data_dir / 'tiny', folder / 'tiny')
     make_dataset(folder, 'half', lambda sample: 'low')
-    # Of 2 ranks and 4 micro-steps: to the first half, to the second one, to both, to the first one.
+    # The tokens of 2 ranks in 4 micro-steps go to the first half, to the second, to both, and to the first.
     make_dataset(folder, 'turns', lambda sample: ('low', 'high', 'both', 'low')[sample % 8 // 2])
     return folder
 
 
 @pytest.fixture(scope='module')
 def runs(data, tmp_path_factory, has_slow_tests):
-    """A folder with a run for each case, and what rank 0 of them has held."""
+    """A folder with a run for each case, and what rank 0 of each has held."""
     folder, by_ranks, held = tmp_path_factory.mktemp('runs'), {}, {}
     cases = [case for case in CASES if has_slow_tests or case in SHORT]
     for dataset in {dataset for *_, dataset in cases}:
@@ -147,9 +149,10 @@ def name_of(*case):
 
 
 def factors_of(folder, *names, steps=STEPS):
-    """{what: how many times as far from the third run, in float64, it is in the first one as in the second one}.
+    """{what: how many times as far from the third run, in float64, the first one is as the second one}.
 
-    Losses and norms of the last so many steps; every gradient of a run's first step, and of the others all in one.
+    names: the three runs. Compared are losses and norms of the last `steps` steps, the gradients of each of these steps
+    as one vector, and for the first step of a run also every gradient by itself.
     """
     factors = {}
     for key in ('loss', 'grad_norm'):
@@ -170,7 +173,7 @@ def factors_of(folder, *names, steps=STEPS):
 def test_losses_norms_and_gradients_are_those_of_one_process(runs, layout, way, dataset):
     folder, held = runs
     names = [name_of(layout, way, dataset), f'one, {dataset}', f'float64, {dataset}']
-    assert held[names[2]]['gap'] > 8 * EPS  # no choice is so near a tie that rounding ends it
+    assert held[names[2]]['gap'] > 8 * EPS  # no choice is so near a tie that rounding decides it
     losses = column(folder / names[1], 'loss')
     assert losses[0] - losses[-1] > 0.1
     for what, factor in factors_of(folder, *names).items():
@@ -187,7 +190,7 @@ INSIDE = {  # the ranks of a replica: (ranks in all, keys)
     'torch': (4, ['--expert_parallel=2', '--batch_size=4']),
     'manual': (4, ['--expert_parallel=2', '--batch_size=2', MANUAL, SELECTIVE]),
 }
-# What goes on from the middle of a round in another layout: (whose run, layout).
+# Runs that go on in another layout from the middle of a round: (whose checkpoint, layout).
 MOVED = {'torch, then one': ('torch', 'one'), 'one, then manual': ('one', 'manual')}
 SHORT_INSIDE = ['manual', 'one, then manual']
 
@@ -231,7 +234,7 @@ def back_to_the_middle(out_dir, copy):
             shutil.rmtree(copy / 'checkpoints' / f'step_{step:08}')
 
 
-KINDS = {  # of what a checkpoint holds, by a pattern of keys
+KINDS = {  # what a checkpoint holds, by patterns of its keys
     'outer parameters': r'model\..*weight',
     'outer momentum': r'outer\..*\.momentum',
     'moments': r'(replica1\.)?optim\..*\.exp_avg(_sq)?',
@@ -251,7 +254,8 @@ def by_kind(out_dir, step):
 
 @pytest.mark.parametrize('name', slow_but(SHORT_INSIDE, ['torch', 'manual', *MOVED]))
 def test_replicas_of_shared_experts_are_those_of_one_rank_each(replicas, name):
-    """Losses, norms, gradients; in checkpoints what is exchanged, moments, and in mid-round what each has learned."""
+    """Losses, norms and gradients; in checkpoints what is exchanged, moments, and in mid-round what each replica has
+    learned."""
     steps = STEPS - MIDDLE if name in MOVED else STEPS
     runs = name, 'one', 'float64'
     factors = factors_of(replicas, *runs, steps=steps)
@@ -269,7 +273,7 @@ def test_replicas_of_shared_experts_are_those_of_one_rank_each(replicas, name):
 
 
 def divided(weights, mode):
-    """A GPT whose experts lie on all ranks."""
+    """A GPT whose experts are divided among all ranks."""
     model, world = make_model(), dist.group.WORLD.group_name
     expert_manual.split(model, tensor_manual.Ranks(dist.get_rank(), dist.get_world_size(), world))
     model.to_empty(device='cpu').checkpoint_activations(mode)
@@ -285,11 +289,11 @@ def load(model, weights):
 
 
 def errors_of_experts(weights):
-    """{how many rows go where: largest error in float64 of what SharedExperts computes, and of its gradients}."""
+    """{how many rows go where: the largest float64 error of the output of SharedExperts and of its gradients}."""
     t, rank, found = dist.get_world_size(), dist.get_rank(), {}
     E, C = 8, 40
     generator = torch.Generator().manual_seed(5)
-    some = torch.randint(0, 6, (t, E), generator=generator)  # of each rank, for each expert
+    some = torch.randint(0, 6, (t, E), generator=generator)  # rows that each rank has for each expert
     ways = {'some to each': some, 'none': 0 * some, 'all to one rank': some.clone(), 'all from one rank': some.clone()}
     ways['all to one rank'][:, E // t :] = 0
     ways['all from one rank'][1:] = 0
@@ -298,7 +302,7 @@ def errors_of_experts(weights):
         alone, shared = make_model().to_empty(device='cpu'), divided(weights, 'none')
         load(alone, weights)
         alone, shared = (model.double().blocks[0].mlp.experts for model in (alone, shared))
-        # Two tensors of rows: the input, and by how much each number of the output counts in an odd loss.
+        # Two tensors of rows: the input, and the factor of each number of the output in the loss.
         of_ranks = [torch.randn(2, n, C, dtype=torch.float64, generator=generator) for n in counts.sum(1).tolist()]
 
         def outputs_and_gradient(experts, rows, counts):
@@ -307,7 +311,7 @@ def errors_of_experts(weights):
             (output * weight).sum().backward()
             return torch.stack((output.detach(), rows.grad))
 
-        # One process has the rows of all ranks: by expert, and of each expert by rank.
+        # One process has the rows of all ranks, in the order of experts, and for each expert in that of ranks.
         pieces = [rows.split(n.tolist(), dim=1) for rows, n in zip(of_ranks, counts, strict=True)]
         together = torch.cat([of_rank[expert] for expert in range(E) for of_rank in pieces], dim=1)
         result = outputs_and_gradient(alone, together, counts.sum(0)).split(counts.T.flatten().tolist(), dim=1)
@@ -320,7 +324,7 @@ def errors_of_experts(weights):
 
         with mock.patch.object(Experts, 'forward', note):
             errors = [error(outputs_and_gradient(shared, of_ranks[rank], counts[rank]), exact)]
-        # The same rows in the same order as in one process, in which an expert's gradient adds them up.
+        # The same rows in the same order as in one process, since an expert's gradient is a sum in that order.
         mine = counts.sum(0).view(t, -1).sum(1).tolist()
         assert torch.equal(arrived[0], together[0].split(mine)[rank]), name
         for ours, whole in zip(shared.parameters(), alone.parameters(), strict=True):
@@ -330,7 +334,8 @@ def errors_of_experts(weights):
 
 
 def errors_of_models(weights, by_token):
-    """{what tokens choose: largest error of the loss and of each gradient, in float64}; that of checkpointing is 0."""
+    """{what tokens choose: largest error of the loss and of each gradient, in float64}. Checkpointing must change no
+    bit."""
     world_size, rank, found = dist.get_world_size(), dist.get_rank(), {}
     generator = torch.Generator().manual_seed(6)
     low, high, both = (
@@ -368,7 +373,7 @@ def errors_of_models(weights, by_token):
 
 
 def run(model, batches):
-    """The losses of micro-steps, whose gradients add up."""
+    """The losses of micro-steps; their gradients are added up in the model."""
     losses = []
     for tokens in batches:
         loss, _ = model(tokens[:, :-1], tokens[:, 1:])
@@ -378,7 +383,7 @@ def run(model, batches):
 
 
 class Sent:
-    """Counts the bytes that this rank sends to others, in exchanges of rows and in those of counts."""
+    """Counts the bytes that this rank sends to others, in exchanges of rows and in exchanges of counts."""
 
     def __init__(self):
         self.rows = self.counts = 0
@@ -394,7 +399,7 @@ class Sent:
 
 
 def sent_bytes(weights, mode):
-    """What this rank sends in a forward and a backward pass: counted, by Linux, and what should be."""
+    """Bytes that this rank sends in a forward and a backward pass: counted here, by Linux, and as expected."""
     t, rank, model, choices = dist.get_world_size(), dist.get_rank(), divided(weights, mode), []
     for router in model.routers:
         router.register_forward_hook(lambda module, args, output: choices.append(output[1]))
@@ -421,7 +426,7 @@ def sent_bytes(weights, mode):
 
 
 def sent_if_balanced(weights):
-    """(bytes of rows that a layer sends where each expert has as many, what expert_manual.py says)."""
+    """(bytes of rows that a layer sends if all experts get equally many, the same by expert_manual.py)."""
     t, layer = dist.get_world_size(), divided(weights, 'none').blocks[0].mlp
     x = torch.randn(2, T, 40, requires_grad=True)
     N, k, C = 2 * T, 2, 40
@@ -453,14 +458,14 @@ RESULTS = {}
 def seen(world_size):
     """What each rank saw, [{name: ...}, ...]; the ranks run once."""
     if world_size not in RESULTS:
-        RESULTS[world_size] = []  # if it fails, it would again
+        RESULTS[world_size] = []  # stays empty if the ranks fail, so that they are not started again
         weights = first_weights(by_token=False), first_weights(by_token=True)
         RESULTS[world_size] = run_function(world_size, run_cases, *weights)
     return RESULTS[world_size]
 
 
 def test_in_float64_outputs_losses_and_gradients_are_exact(seen):
-    """Also where a rank computes nothing, or sends nothing; and bits do not depend on activation checkpointing."""
+    """Also where a rank computes or sends nothing. Activation checkpointing changes no bit."""
     for of_rank in seen:
         assert len(of_rank['experts']) == 5 and len(of_rank['models']) == 3
         for name, largest in (of_rank['experts'] | of_rank['models']).items():
@@ -468,7 +473,8 @@ def test_in_float64_outputs_losses_and_gradients_are_exact(seen):
 
 
 def test_bytes_sent_are_those_of_the_rows_that_travel(seen):
-    """4 times in all, 6 where forward is computed again, and not with what selective checkpointing keeps."""
+    """Rows travel 4 times in all, and 6 times where forward is computed again, but not for what selective checkpointing
+    keeps."""
     for of_rank in seen:
         for mode, result in of_rank['sent'].items():
             assert result['counted'] == result['expected'], (mode, result)
@@ -497,7 +503,7 @@ def test_each_rank_begins_with_its_rows_of_the_one_model():
 
 @pytest.mark.parametrize('mode', ['full', 'selective', 'offload'])
 def test_backward_computes_what_forward_has_chosen(mode):
-    """Even if the router would choose otherwise by then, as on a GPU it may near a tie."""
+    """Even if the router would choose otherwise when forward is computed again, as it may on a GPU near a tie."""
     weights, gradients = first_weights(by_token=False), []
     tokens = torch.randint(VOCABULARY, (2, T + 1), generator=torch.Generator().manual_seed(1))
     for changes in (False, True):
@@ -515,7 +521,7 @@ def test_backward_computes_what_forward_has_chosen(mode):
 
 @pytest.mark.slow
 def test_fully_shard_gathers_experts_twice_also_where_forward_is_computed_again(data, tmp_path):
-    """In forward and in backward: what is computed again in there, inside of a checkpoint, uses what is gathered."""
+    """Once in forward and once in backward. What a checkpoint computes again there uses what is already gathered."""
 
     def case(mode, steps):
         keys = [*RUN, f'--activation_checkpointing={mode}', '--expert_parallel=2', '--batch_size=4', '--dataset=tiny']

@@ -1,4 +1,4 @@
-"""export_model.py: what train_fsdp.py and train_ddp.py saved from two ranks, loaded by transformers as a user would."""
+"""export_model.py: transformers loads, as a user would, what train_fsdp.py and train_ddp.py have saved on two ranks."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def runs(data_dir, tmp_path_factory):
 
 @pytest.fixture
 def export(runs, tmp_path, monkeypatch, capsys):
-    """export(run, *arguments): runs export_model.py as it stands, in this process; returns (folder, what it said)."""
+    """export(run, *arguments): runs export_model.py itself, in this process; returns (folder, what it printed)."""
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # the script installs its own: put this one back afterwards
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
 
@@ -117,12 +117,12 @@ def test_transformers_loads_it_with_equal_logits_and_writes_on(name, runs, expor
     folder, said = export(name)
     ours, theirs, x = trained(runs, name), loaded(folder), some_tokens(2, 32)
     assert type(theirs).__name__ == RUNS[name][2] and theirs.dtype == torch.float32
-    if name == 'odd_experts':  # which torch's grouped_mm, with which transformers computes them, does not take
+    if name == 'odd_experts':  # transformers would compute them with torch's grouped_mm, which takes no such sizes
         theirs.set_experts_implementation('eager')
     assert said.splitlines()[-1] == f'exported to {folder}'
     assert f', {sum(parameter.numel() for parameter in ours.parameters()):,} parameters' in said
     assert f'loaded again as {RUNS[name][2]}: weights equal, logits equal ' in said
-    # With multipliers in the weights sums round otherwise, in each layer: some units in the last place of the logits.
+    # With the multipliers inside the weights, sums round differently in each layer: a few units in the last place.
     assert error(theirs(x).logits, ours(x)) <= apart()
     vocab_size = ours.config.vocab_size
     assert theirs.get_input_embeddings().weight.shape == (vocab_size, 40)  # without the rows that pad it
@@ -208,7 +208,7 @@ def test_a_bpe_and_a_hugging_face_tokenizer_come_along(export, tmp_path):
 
     folder.rename(tmp_path / 'hugging_face')  # the export is a Hugging Face folder itself
     adds_a_token = Tokenizer.from_file(str(tmp_path / 'hugging_face' / 'tokenizer.json'))
-    beginning = f'{END_OF_TEXT} $A'  # so prepare_data.py has it stand before each text, and the export must do so, too
+    beginning = f'{END_OF_TEXT} $A'  # as prepare_data.py puts it before each text; so must the export
     adds_a_token.post_processor = TemplateProcessing(beginning, special_tokens=[(END_OF_TEXT, ours.eot)])
     adds_a_token.save(str(tmp_path / 'hugging_face' / 'tokenizer.json'))
     options = [f'--tokenizer={tmp_path / "hugging_face"}', f'--data_dir={tmp_path / "hf"}']
@@ -231,7 +231,7 @@ def test_the_tokenizer_of_gpt2_comes_along(export, tmp_path, monkeypatch):
 
 
 def test_byte_level_bpe_does_what_tiktoken_does():
-    """With what gpt2 lacks: gaps in the ids, a token that no merge gives, a possessive interval in the pattern."""
+    """Also for what gpt2 lacks: gaps in the ids, a token that no merge makes, a possessive interval in the pattern."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     for number, token in enumerate(
         ['in', ' t', ' th', '12', '123', '  ', '    ', ' the', 'xyz', 'ß'.encode()], start=256

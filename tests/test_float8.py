@@ -1,4 +1,4 @@
-"""Matmuls in 8 bits: the numbers of one layer, of models under every layout, what is kept, and what is refused."""
+"""Matmuls in 8 bits: the numbers of one layer, and of models under every layout; what is kept, and what is refused."""
 
 import math
 
@@ -22,15 +22,15 @@ EPS = {torch.float32: torch.finfo(torch.float32).eps, torch.bfloat16: torch.finf
 
 
 def all_codes(dtype):
-    """Every number of an 8-bit format that is finite, in float64."""
+    """All finite numbers of an 8-bit format, in float64."""
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).double()
     return numbers[numbers.isfinite()].unique()
 
 
 def rounded(tensor, dtype):
-    """float64: a tensor with each number replaced by the nearest of scale * (all numbers of the format), by trying all.
+    """The tensor in float64, with each number replaced by the nearest of scale * (all numbers of the format).
 
-    The scale is amax / largest, in fp32. What lies in the middle of two has its even neighbour.
+    The scale is amax / largest, in fp32. A number in the middle between two goes to the even one.
     """
     codes = all_codes(dtype)
     scale = torch.tensor(tensor.double().abs().max().item(), dtype=torch.float32) / codes.max().float()
@@ -44,7 +44,8 @@ def rounded(tensor, dtype):
 
 
 class WhatTensorCoresTake(TorchDispatchMode):
-    """Asserts of every matmul of 8 bits what a CPU does not ask for: layouts, multiples of 16; and notes formats."""
+    """Asserts that every matmul in 8 bits has what tensor cores need and CPUs do not: layouts, multiples of 16. Notes
+    the formats."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +116,7 @@ def test_the_three_matmuls_are_those_of_the_rounded_operands(shape, has_bias, dt
     gradient = dy.double().flatten(0, -2).sum(0)
     for found, a, b, bias_of in ((y, x8, w8.T, bias), (x.grad, dy8, w8, None), (weight.grad, dy8.T, x8, None)):
         exact, terms = a @ b, a.abs() @ b.abs()
-        # A sum of K terms in fp32 is off by K/2 eps of their absolute values at most, then it is rounded to dtype; with
+        # A sum of K terms in fp32 is off by at most K/2 eps of their absolute values. Then it is rounded to dtype, with
         # a bias twice.
         most = a.shape[1] / 2 * EPS[torch.float32] * terms + EPS[dtype] / 2 * exact.abs()
         if bias_of is not None:
@@ -151,7 +152,7 @@ def test_zeros_stay_zeros(place):
 
 @pytest.mark.parametrize('size', [1e-44, 1e-38, 1e-33, 1e-30, 1e-20, 1e20, 1e38])
 def test_what_is_tiny_or_huge_as_a_whole_loses_no_more_than_other_tensors(size):
-    """Each number may be off by its own last digit, or by half of the smallest code."""
+    """Each number may be off by one unit in its last place, or by half of the smallest code."""
     tensor = size * (torch.rand(32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1)
     for format, digits in ((E4M3, 4), (E5M2, 3)):
         scale = float8.scale_of(tensor, format)
@@ -188,7 +189,7 @@ def test_the_blocks_linears_multiply_in_8_bits_and_nothing_else_changes(arch):
     linears = 2 * (5 if arch in ('llama', 'qwen3') else 4)
     assert len(matmuls.matmuls) == 3 * linears
     expected = plain(x, y)[0].item()
-    assert 1e-6 < abs(loss.item() / expected - 1) < 1e-2  # at the start logits are small, and what rounding moves, too
+    assert 1e-6 < abs(loss.item() / expected - 1) < 1e-2  # at the start logits are small, and so is their error
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
@@ -208,7 +209,7 @@ def test_checkpointing_gives_the_same_gradients_to_the_bit(dtype):
 
 
 def test_weights_give_the_same_numbers_as_masters_and_gathered_in_bf16():
-    """Whole fp32 masters under DDP, bf16 under FSDP."""
+    """DDP has whole fp32 masters, FSDP gathers weights in bf16."""
     masters, gathered = (model_in_8_bits('qwen3', torch.bfloat16) for _ in range(2))
     gathered.bfloat16()
     losses = [model(*batch())[0] for model in (masters, gathered)]
@@ -231,7 +232,7 @@ def test_one_bad_weight_makes_the_loss_and_every_gradient_of_its_layer_bad():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A function that writes a tiny model of transformers with sizes of 16 into a folder, and returns that."""
+    """A function that writes a tiny transformers model, with sizes that are multiples of 16, and returns its folder."""
     import transformers
 
     def write(kind):
@@ -300,7 +301,7 @@ LAYOUTS = {  # name: (ranks, script, keys); micro-batches are the same 2 sequenc
     'fsdp3': (3, 'train_fsdp.py'),
     'manual3': (3, 'train_fsdp.py', MANUAL),
 }
-# Of these the scales are others: of the tokens, or of the part of a matrix, that a rank has.
+# Layouts with other scales, since these are taken of the tokens, or of the part of a matrix, that a rank has.
 OTHER_SCALES = {
     'tensor2': (2, 'train_fsdp.py', '--tensor_parallel=2'),
     'tensor_manual2': (2, 'train_fsdp.py', MANUAL, '--tensor_parallel=2'),
@@ -312,7 +313,8 @@ SHORT = {'fsdp2', 'manual2'}
 
 @pytest.fixture(scope='module')
 def runs(data_dir, tmp_path_factory, has_slow_tests):
-    """Folder of 10 steps of each layout in fp32 with float8, of one process ('float8'), and without ('exact')."""
+    """A folder with 10 steps in fp32: with float8 under each layout and in one process ('float8'), and without
+    ('exact')."""
     folder = tmp_path_factory.mktemp('runs')
     keys = [*MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--data_dir={data_dir}', '--global_batch_size=12']
     keys += ['--max_iters=10', '--lr_decay_iters=50', '--keep_checkpoints=0', '--eval_iters=1']
@@ -333,11 +335,12 @@ def runs(data_dir, tmp_path_factory, has_slow_tests):
 @pytest.mark.parametrize('name', slow_but(SHORT, [*LAYOUTS, *OTHER_SCALES]))
 def test_every_layout_is_as_near_to_the_run_without_float8_as_one_process(runs, name):
     """
-    The first loss is one process's own but for fp32's rounding: the micro-batches are the same, and so their scales.
+    The first loss is that of one process, up to rounding in fp32, because micro-batches and therefore scales are equal.
 
-    After that, no run is near another to fp32: where a sum ends a bit higher, a number close to the middle of two codes
-    goes to the other one, an eighth away. What remains is how far each is from the exact run, by the rule of
-    tests/precision.py, with the losses of all steps as one vector: at most TIMES as far as one process in float8.
+    After that, runs are no longer equal up to rounding in fp32. If a sum ends a bit higher, a number near the middle
+    between two codes goes to the other one, an eighth away. So the test compares how far each run is from the exact
+    one, by the rule of tests/precision.py and with the losses of all steps as one vector: at most TIMES as far as one
+    process in float8.
     """
     found, one_process, exact = (column(runs / run, 'loss') for run in (name, 'float8', 'exact'))
     assert len(found) == len(exact) == 10
@@ -392,7 +395,7 @@ def test_what_cannot_be_is_refused_with_what_mends_it(changes, strategy, expecte
 def test_a_gpu_before_8_9_is_refused_and_one_that_is_not_here_is_not(monkeypatch):
     config = config_of(device='cuda:0')
     model = part_of_rank(config)
-    assert 'WARNING: slower' in float8.check(config, model, 'ddp')[0]  # planned for, on a machine without one
+    assert 'WARNING: slower' in float8.check(config, model, 'ddp')[0]  # planned for that GPU on a machine without one
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A100')
     for capability in ((8, 0), (8, 9), (9, 0)):

@@ -1,6 +1,6 @@
-"""fsdp_manual.py against fully_shard and against one process: the same numbers, the collectives that its text promises.
+"""fsdp_manual.py against fully_shard and one process: the same numbers, and the collectives that its text promises.
 
-Ranks run all cases once and return what each of them saw; the tests read that.
+The ranks run all cases once and return what each of them saw, and the tests look at that.
 """
 
 import collections
@@ -30,7 +30,8 @@ import optim
 from model import GPT, ModelConfig
 
 STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 5, 2, 24, 16
-# Little here divides evenly: 30, 41, 90 rows; and on 4 ranks enoki's norms of 6 rows leave the last one none.
+# Hardly anything here divides evenly: there are 30, 41 and 90 rows, and on 4 ranks the last one gets none of the 6 rows
+# of enoki's norms.
 GPT2 = dict(arch='gpt2', n_layer=3, n_head=3, n_embd=30, mlp_hidden_dim=41, vocab_size=97, bias=False)
 ENOKI = dict(arch='enoki', n_layer=3, n_head=5, head_dim=6, n_embd=10, mlp_hidden_dim=21, vocab_size=97)
 DEFAULTS = dict(
@@ -72,11 +73,10 @@ VARIANTS = {
 HSDP = {'hsdp': dict(replicate_size=2), 'hsdp_bf16': dict(replicate_size=2, dtype='bfloat16', accumulate='sharded')}
 
 
-# What the short suite runs of these on 2 and 4 ranks: each stage with both ways to accumulate, and those with all of
-# checkpointing.
+# The cases that the short suite runs on 2 and 4 ranks: each stage, both ways to accumulate, all modes of checkpointing.
 SHORT = ['stage3_unsharded_none', 'stage3_sharded_full', 'stage2_sharded_none', 'stage2_unsharded_selective']
 SHORT += ['stage1_unsharded_full', 'stage1_sharded_selective', 'enoki', 'frozen_embedding', 'units_of_2', 'offload']
-SHORT += ['bf16', 'fp16', 'hsdp']  # the last one on 4 ranks
+SHORT += ['bf16', 'fp16', 'hsdp']  # hsdp on 4 ranks
 
 
 def cases_for(world_size):
@@ -110,7 +110,8 @@ class Collectives(TorchDispatchMode):
 
 
 def build(implementation, case, mesh, weights=None):
-    """(raw model, model to call, optimizer), with the same initial weights for all: 'plain', 'torch', 'manual'."""
+    """(raw model, model to call, optimizer). All implementations ('plain', 'torch', 'manual') begin with the same
+    weights."""
     dtype = getattr(torch, case['dtype'])
     config = ModelConfig(**case['model'], block_size=BLOCK_SIZE)
     raw = model = GPT(config, dtype)
@@ -137,10 +138,10 @@ def build(implementation, case, mesh, weights=None):
 
 
 def batch(step, part, parts):
-    """Tokens and targets of one part of the global batch of a step, with ignored targets here and there."""
+    """Tokens and targets of one part of a step's global batch; some targets are ignored."""
     generator = torch.Generator().manual_seed(step)
     shape = (3, GLOBAL_BATCH, BLOCK_SIZE + 1)
-    tokens = torch.randint(0, 97, shape, generator=generator).amin(0)  # small ones are likelier: that can be learnt
+    tokens = torch.randint(0, 97, shape, generator=generator).amin(0)  # small ones are likelier, which can be learned
     x, y = tokens[:, :-1], tokens[:, 1:].clone()
     y[:, ::5] = -1
     return x.chunk(parts)[part], y.chunk(parts)[part]
@@ -150,7 +151,7 @@ def train(implementation, case, mesh, gradients=None, weights=None):
     """
     {'loss': [...], 'grad_norm': [...]} of STEPS steps.
 
-    gradients: a dict that takes those of the first step. weights: where to begin, if not where all others do.
+    gradients: a dict into which those of the first step go. weights: initial weights; None: those of all other cases.
     """
     raw, model, optimizer = build(implementation, case, mesh, weights)
     rank, world_size = (0, 1) if implementation == 'plain' else (dist.get_rank(), dist.get_world_size())
@@ -195,14 +196,14 @@ def make_mesh(replicate_size):
     return mesh if replicate_size > 1 else mesh['shard']
 
 
-PLAIN = {}  # what train_plain() returned, by what it depends on
+PLAIN = {}  # {what it depends on: what train_plain() has returned}
 
 
 def train_plain(case):
     """
-    (history, gradients) without any sharding: computed once for all cases that differ only in how they shard.
+    (history, gradients) without sharding, computed once for all cases that differ only in how they shard.
 
-    In float64, too, where a case asks for that.
+    In float64 if the case asks for it.
     """
     key = str([case[name] for name in ('model', 'dtype', 'checkpointing', 'frozen', 'optimizer')])
     if key not in PLAIN:
@@ -214,9 +215,9 @@ def train_plain(case):
 
 def compare(case):
     """
-    What one case gives under the three implementations and in float64.
+    A case under the three implementations and in float64.
 
-    'gradient': how many times as far from float64 as one process is the worst gradient of the first step.
+    'gradient': how many times as far from float64 as in one process the worst gradient of the first step is.
     """
     mesh = make_mesh(case['replicate_size'])
     (of_plain, plain), manual = train_plain(case), {}
@@ -254,7 +255,7 @@ def count_collectives(zero_stage, accumulate, dtype='float32'):
 
 
 def count_all_reduces():
-    """Those of one step of two replicas of the whole model, as torch sees them and as the engine counts them."""
+    """The all-reduces in a step of two replicas of the whole model, as torch sees them and as the engine counts."""
     _, model, _ = build('manual', DEFAULTS, make_mesh(2))
     with Collectives() as seen:
         model(*batch(0, 0, 12))[0].backward()
@@ -264,7 +265,7 @@ def count_all_reduces():
 
 
 def padded_sizes(model):
-    """Numbers of each unit, every parameter padded to rows that the ranks share evenly: [block 0, ...], root."""
+    """([of block 0, ...], of the root): numbers of each unit, with the rows of a parameter padded to divide evenly."""
     world_size = dist.get_world_size()
     blocks, root = collections.Counter(), 0
     for name, parameter in model.named_parameters():
@@ -277,7 +278,7 @@ def padded_sizes(model):
 
 
 def order_of_events(prefetch):
-    """What happens in which order in one step: collectives (g = gather, r = reduction), F0 and B0 = work of block 0."""
+    """What happens in one step, in order: g is a gather, r a reduction, F0 and B0 are forward, backward of block 0."""
     raw, model, _ = build('manual', DEFAULTS | dict(prefetch=prefetch), make_mesh(1))
     events, seen = [], Collectives()
 
@@ -291,7 +292,7 @@ def order_of_events(prefetch):
         return wrapper
 
     for number, block in enumerate(raw.blocks):
-        # The first thing that a block computes, forward and backward: its attention norm, its MLP's last projection.
+        # What a block computes first: its attention norm in forward, its MLP's last projection in backward.
         block.attn_norm.register_forward_pre_hook(lambda *_, number=number: events.append(f'F{number}'))
         block.mlp.down.register_full_backward_hook(lambda *_, number=number: events.append(f'B{number}'))
     Sharded = fsdp_manual.ShardedModel
@@ -330,7 +331,7 @@ class Partial(nn.Module):
 
 
 def train_partial(sharded, uses, dtype=torch.float32):
-    """Final weights; uses: for every step, whether each rank uses the second weights."""
+    """The final weights. uses: for every step, whether each rank uses the second weights."""
     model = Partial().to(dtype)
     if sharded:
         fsdp_manual.shard(model, model.blocks, make_mesh(1))
@@ -349,8 +350,8 @@ def train_partial(sharded, uses, dtype=torch.float32):
 
 
 def unused_parameters():
-    """How many times as far from float64 as one process weights are of which some are unused in some steps, on all
-    ranks, or on some ranks."""
+    """How many times as far from float64 as in one process weights are if some of them are unused in some steps, on all
+    ranks or only on some."""
     world_size = dist.get_world_size()
     patterns = {
         'by_all': [[step % 2 == 0] * world_size for step in range(6)],
@@ -364,7 +365,7 @@ def unused_parameters():
 
 
 def hugging_face_model(checkpointing):
-    """Gradients and what is generated of a sharded transformers model, against the plain one, and one in float64."""
+    """Gradients and generated tokens of a sharded transformers model, beside the plain model and one in float64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -394,7 +395,7 @@ def hugging_face_model(checkpointing):
 
 
 def peak_bytes(prefetch):
-    """Peak of the whole weights and of the buffers they arrive in; sizes of a block and of the root. All in bytes."""
+    """In bytes: the peak of whole weights and of the buffers in which they arrive; sizes of a block and of the root."""
     raw, model, _ = build('manual', DEFAULTS | dict(model={**GPT2, 'n_layer': 5}, prefetch=prefetch), make_mesh(1))
     blocks, root = padded_sizes(raw)
     model(*batch(0, 0, 12))[0].backward()
@@ -404,7 +405,8 @@ def peak_bytes(prefetch):
 
 
 def state_stays_usable():
-    """Evaluation between steps, a state_dict in the middle, an exception in forward: all leave the model trainable."""
+    """Evaluation between steps, a state_dict in the middle of one, and an exception in forward leave the model
+    trainable."""
     raw, model, optimizer = build('manual', DEFAULTS, make_mesh(1))
     with torch.no_grad():
         before = model(*batch(0, 0, 12))[0].item()
@@ -431,7 +433,7 @@ def state_stays_usable():
 
 
 class Plain(nn.Module):
-    """Blocks of one weight each, between vectors: nothing to untangle, and rooms that a gather must not enter early."""
+    """Blocks of one weight each, between vectors: a gather needs no untangling, and must not enter a room too early."""
 
     def __init__(self):
         super().__init__()
@@ -446,7 +448,7 @@ class Plain(nn.Module):
 
 
 def plain_blocks(prefetch):
-    """How many times as far from float64 as one process are output and gradients with blocks of one weight."""
+    """How many times as far from float64 as in one process output and gradients are with blocks of one weight."""
     model, sharded, exact = Plain(), Plain(), Plain().double()
     fsdp_manual.shard(sharded, sharded.blocks, make_mesh(1), prefetch=prefetch)
     inputs = torch.randn(dist.get_world_size(), 512, 48, generator=torch.Generator().manual_seed(1))
@@ -537,8 +539,8 @@ def test_the_numbers_are_those_of_fully_shard_and_of_one_process(ranks, world_si
         if not half:
             assert_same_run(manual[key], result['torch'][key], key)
             continue
-        # From 2.15 on fully_shard keeps the norms' gradients in fp32, as the kernels have them; autograd by itself,
-        # and so we, round them to the dtype of the whole weight.
+        # From 2.15 on fully_shard keeps the gradients of norms in fp32, as the kernels return them. autograd, and so
+        # fsdp_manual.py, rounds them to the dtype of the whole weight.
         if key == 'loss' or TorchVersion(torch.__version__) < (2, 15):
             assert_same_run(manual[key][:1], result['torch'][key][:1], key)
         assert_as_close_to_float64(result['torch'][key], plain[key], result['float64'][key], key)
@@ -556,12 +558,13 @@ def test_all_ranks_agree(ranks, world_size):
 @pytest.mark.parametrize('accumulate', ['unsharded', 'sharded'])
 @pytest.mark.parametrize('zero_stage', [3, 2, 1])
 def test_collectives_and_their_bytes_are_the_formula(ranks, world_size, zero_stage, accumulate, dtype):
-    """3 blocks (n), the root is 1 unit, 2 micro-steps (m). What torch sees is the collective's whole output."""
+    """There are n = 3 blocks, a root, which is one more unit, and m = 2 micro-steps. torch sees the whole output of a
+    collective."""
     results = ranks[world_size][0]
     rows, sizes = results['counts'][f'{zero_stage} {accumulate} {dtype}'], results['sizes']
     n, m = 3, MICRO_STEPS
-    # Stage 3: n for forward, and n - 1 for backward, as the last block is still there; of the next micro-step's forward
-    # the first block is still there. Stage 2: once per micro-step. Stage 1: once per optimizer step.
+    # Stage 3: n gathers for forward, and n - 1 for backward, as the last block is still there; in the forward of the
+    # next micro-step the first block is still there. Stage 2: once per micro-step. Stage 1: once per optimizer step.
     of_blocks = {3: (2 * n - 1) + (m - 1) * (2 * n - 2), 2: m * n, 1: n}[zero_stage]
     reductions = (m if accumulate == 'sharded' else 1) * (n + 1)
     itemsize = 4 if dtype == 'float32' else 2
@@ -571,8 +574,8 @@ def test_collectives_and_their_bytes_are_the_formula(ranks, world_size, zero_sta
     gathers = {sizes['root'] * itemsize: 1, sizes['block'] * itemsize: of_blocks}
     reduces = {sizes['root'] * wire: reductions // (n + 1), sizes['block'] * wire: reductions * n // (n + 1)}
     expected = collections.Counter(gathers) + collections.Counter(reduces)
-    assert seen == {('alltoall_base_', size): number for size, number in expected.items()}  # on gloo, both are that
-    received = (world_size - 1) / world_size  # of an output, a rank has its own part already
+    assert seen == {('alltoall_base_', size): number for size, number in expected.items()}  # gloo: both are that
+    received = (world_size - 1) / world_size  # a rank already has its own part of an output
     counted = rows['counted']
     assert counted['fsdp/gathers'] == of_blocks + 1 and counted['fsdp/reductions'] == reductions
     gathered = received * itemsize * (sizes['root'] + of_blocks * sizes['block'])
@@ -581,7 +584,7 @@ def test_collectives_and_their_bytes_are_the_formula(ranks, world_size, zero_sta
     assert counted['fsdp/reductions_gb'] * 1e9 == pytest.approx(reduced, rel=1e-12)
     assert counted['fsdp/wait'] > 0
 
-    # An evaluation of two batches reduces nothing and gathers the root once. The figures are of training alone.
+    # An evaluation of two batches reduces nothing and gathers the root once. Figures of the engine are of training.
     evaluation = collections.Counter(name for name, _ in rows['evaluation'])
     assert evaluation == {'alltoall_base_': 1 + (2 * n if zero_stage == 3 else n)}
     counted = rows['counted_in_evaluation']
@@ -598,7 +601,7 @@ def test_all_reduces_of_replicas_and_their_bytes_are_the_formula(ranks):
 @pytest.mark.parametrize('world_size', TWO_OR_THREE)
 def test_at_most_two_blocks_and_the_root_are_whole_under_stage_3(ranks, world_size):
     for prefetch, seen in ranks[world_size][0]['peak'].items():
-        blocks = max(2, int(prefetch) + 1)  # the one at work, and those on their way
+        blocks = max(2, int(prefetch) + 1)  # the one that computes, and those that are being gathered
         assert seen['peak'] == seen['root'] + blocks * seen['block'], prefetch
         assert seen['now'] == 0  # after backward nothing is
 

@@ -1,6 +1,6 @@
 """
-What one GPU can check, in some minutes: `pytest -m gpu`. On a machine without one these tests are skipped;
-`GPU_TESTS_ON=cpu pytest -m gpu` runs them there, to try the tests.
+What can be tested on one GPU, in some minutes: `pytest -m gpu`. On a machine without a GPU these tests are skipped, but
+`GPU_TESTS_ON=cpu pytest -m gpu` runs them there, to try the tests themselves.
 """
 
 import os
@@ -74,7 +74,7 @@ def test_a_run_resumed_under_another_strategy_goes_on_as_if_it_had_not_stopped(r
 
 
 def test_a_bad_step_is_left_out_by_the_device(tmp_path):
-    """Learning rate 1e30: the second loss is not finite, nor is any later one; the weights stay those of step 1."""
+    """With learning rate 1e30 neither the second nor any later loss is finite, and the weights stay those of step 1."""
     keys = dict(learning_rate=1e30, min_lr=1e30, warmup_iters=0, max_iters=4, grad_clip=0, keep_checkpoints=0)
     result = run(tmp_path, 'train_fsdp.py', keys | {'fsdp_impl': 'manual'})
     assert result.stdout.count('the step is skipped') >= 2
@@ -82,7 +82,7 @@ def test_a_bad_step_is_left_out_by_the_device(tmp_path):
 
 
 def test_compiled_in_half_precision_the_loss_is_near_and_nothing_is_compiled_twice(runs, tmp_path):
-    """But for evaluation, whose graph keeps nothing for a backward pass."""
+    """Except for evaluation, which has a graph that keeps nothing for backward."""
     for name in ('ddp', 'manual3'):
         keys = {'compile': True, 'dtype': 'bfloat16', 'eval_interval': 5, 'deterministic': False}
         result = run(tmp_path / name, RUNS[name][0], RUNS[name][1] | keys, TORCH_LOGS='recompiles')
@@ -100,7 +100,7 @@ def test_matmuls_in_8_bits_are_those_of_a_cpu_also_compiled():
     for name, device in (('cpu', 'cpu'), ('gpu', DEVICE), ('compiled', DEVICE), ('inf', DEVICE)):
         multiply = torch.compile(float8.linear_in_8_bits) if name in ('compiled', 'inf') else float8.linear_in_8_bits
         inputs = [tensor.bfloat16().to(device, copy=True) for tensor in (x, weight)]
-        if name == 'inf':  # compiled casts clamp what is finite
+        if name == 'inf':  # compiled casts clamp finite numbers
             inputs[0][0, 0, 0] = torch.inf
         inputs = [tensor.requires_grad_() for tensor in inputs]
         y = multiply(*inputs, dtype=torch.bfloat16)
@@ -113,7 +113,7 @@ def test_matmuls_in_8_bits_are_those_of_a_cpu_also_compiled():
 
 
 def test_documents_in_one_row_compute_what_they_do_alone():
-    """In half precision by the kernel for documents, with their gradients, beside fp32 by a mask."""
+    """In half precision, by the kernel for documents and with gradients, beside fp32 with a mask."""
     torch.manual_seed(0)
     config = ModelConfig(arch='llama', n_layer=3, n_head=4, n_kv_head=2, n_embd=128, vocab_size=500, block_size=256)
     x, starts = torch.randint(500, (2, 256), device=DEVICE), torch.tensor([[0, 50, 51, 200], [0, 256, 256, 256]])

@@ -1,4 +1,4 @@
-"""The house keeps its rules (see the tree in docs/code.md): who imports whom, and what stands only once."""
+"""The structure of the code (the tree in docs/code.md): which file may import which, and what may exist only once."""
 
 import ast
 import re
@@ -13,13 +13,14 @@ TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 SCRIPTS |= {'evaluate.py', 'report.py'}
 LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.py', 'deepspeed_engine.py'}
-# Lessons, too, but lower: planning/ changes a model with them, to see what a rank has and keeps.
+# These are lessons, too, but on a lower floor, since planning/ cuts models with them to see what a rank holds.
 TENSOR = {'tensor_manual.py', 'float8.py'}
-EXPERTS = {'expert_manual.py'}  # which has ranks and slices from tensor_manual.py
+EXPERTS = {'expert_manual.py'}  # it imports ranks and slices from tensor_manual.py
 SHARED = {'data.py', 'optim.py', 'meshes.py'}
 ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
-# From the top to the bottom: a file imports what lies below it, and a file of a room also its room. Of some rooms one
-# file looks above the others: what begins a run opens its data and its model, what scores a run tokenizes tasks.
+# Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
+# Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, and what
+# scores a run tokenizes tasks.
 FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
@@ -41,14 +42,14 @@ NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
 
 def imports(name):
-    """The files of ours that a file imports, at its top or inside of functions."""
+    """The files of this project that a file imports, at its top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse((REPO / name).read_text())):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             modules = [node.module, *(f'{node.module}.{alias.name}' for alias in node.names)]
-        else:  # modeling_gpt.py's `.model` lies beside it only in an exported folder
+        else:  # a relative import, as in modeling_gpt.py, whose `.model` is beside it only in an exported folder
             continue
         files = {f'{module.replace(".", "/")}{end}' for module in modules for end in ('.py', '/__init__.py')}
         found |= files & set(NAMES)
@@ -97,10 +98,10 @@ def test_what_several_files_need_stands_once():
     assert places(r'^ *def ranks_in_words\b') == {'runtime/processes.py': 1}
     assert places(r'^PHASES = ') == {'runtime/__init__.py': 1}
     assert places(r'^ *def sha256_of\b') == {'runtime/files.py': 1}
-    # A loop that reads a file into a digest; pool/store.py reads one into memory that has been used before.
+    # A loop that reads a file into a digest. pool/store.py reads a file into memory that it uses again.
     assert set(places(r'\.readinto\(|file_digest\(')) <= {'runtime/files.py', 'pool/store.py'}
-    # One atomic write. Elsewhere folders are renamed, and downloads that have become whole, and a shard that loses its
-    # name again; a sign of life is replaced several times a second, which is not worth an fsync.
+    # One function writes files atomically. Elsewhere folders are renamed, finished downloads, and a shard that loses
+    # its name again; and a sign of life is replaced several times a second, which is not worth an fsync.
     others = {'runtime/checkpoint.py', 'huggingface/finetune.py', 'download_model.py', 'runtime/health.py'}
     allowed = {'runtime/files.py', 'dataset/shards.py', *others}
     assert set(places(r'\bos\.(replace|rename)\(|shutil\.move\(')) <= allowed
@@ -111,10 +112,10 @@ def test_names_are_assigned_where_they_are_read():
 
 
 def test_no_heavy_package_is_imported_until_it_is_needed():
-    """transformers, datasets, wandb and matplotlib cost seconds, and are missing on some machines."""
+    """Importing transformers, datasets, wandb or matplotlib takes seconds, and some machines do not have them."""
     heavy = {'transformers', 'datasets', 'wandb', 'matplotlib', 'tensorboard', 'tiktoken', 'pyarrow', 'deepspeed'}
     for path in FILES:
-        if path.name == 'modeling_gpt.py':  # which lives inside of transformers
+        if path.name == 'modeling_gpt.py':  # only transformers imports it
             continue
         for node in ast.parse(path.read_text()).body:
             names = {alias.name.split('.')[0] for alias in getattr(node, 'names', []) if isinstance(node, ast.Import)}
@@ -142,7 +143,7 @@ def test_no_benchmark_imports_anything_of_the_tests():
             assert not [module for module in modules if {module, module.partition('.')[0]} & {*of_tests, 'tests'}], path
 
 
-BENCHMARKS = [path for path in sorted((REPO / 'benchmarks').glob('[a-z]*.py')) if path.name != 'runs.py']  # no command
+BENCHMARKS = [path for path in sorted((REPO / 'benchmarks').glob('[a-z]*.py')) if "'__main__'" in path.read_text()]
 
 
 @pytest.mark.slow

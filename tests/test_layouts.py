@@ -1,12 +1,11 @@
-"""Whatever layout has saved a run, every other one goes on with it, and holds the same bits: the whole matrix.
+"""Every layout goes on with what any other layout has saved, and holds the same bits: the whole matrix of layouts.
 
-The short suite has the matrix of fewer layouts: two of each number of ranks, with every kind of parallelism in them.
+One run goes through all layouts, one step in each, and then through all once more. In the second turn each layout loads
+what every layout has saved in the first turn, and saves it again. Replicas of DiLoCo learn other weights, so they train
+in runs of their own; but they too load and save again what all others have saved, and the others what they have saved.
 
-One run goes through all layouts, a step in each, and through all once more. In its second turn each layout loads and
-saves again what each of them has saved in the first one. Replicas of DiLoCo learn otherwise, and so in runs of their
-own; they load and save what all have saved, and all what they have.
-
-The same for layouts of a mixture of experts, with moments in fp32, bfloat16 and int8.
+The same is done for layouts of a mixture of experts, with moments in fp32, bfloat16 and int8. The short suite has the
+matrix of fewer layouts: two for each number of ranks, which together have every kind of parallelism.
 """
 
 import itertools
@@ -56,7 +55,7 @@ STEPS = 2 * len(LAYOUTS)
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--batch_size=1', '--global_batch_size=8', '--dtype=float32']
 RUN += ['--arch=llama', '--n_layer=4', '--n_head=4', '--n_kv_head=2', '--tie_embeddings', f'--lr_decay_iters={STEPS}']
 RUN += ['--eval_interval=5', '--eval_iters=1', '--checkpoint_interval=1', f'--keep_checkpoints={STEPS}']
-# Of 8 x 24 x 40 numbers in a matrix of experts int8 is for 4096 and more, so for all, and not for half of them.
+# A matrix of experts has 8 x 24 x 40 numbers. int8 is for 4096 and more: for the whole matrix, and not for half of it.
 EXPERTS = [*RUN, '--arch=qwen3', '--n_layer=2', '--n_experts=8', '--expert_hidden_dim=24', '--router_aux=1']
 FAMILIES = {'dense': (ALL, RUN), 'experts': (MIXTURES, EXPERTS)}
 FAMILIES |= {name: (MIXTURES, [*EXPERTS, f'--optimizer_dtype={name}']) for name in ('bfloat16', 'int8')}
@@ -72,7 +71,7 @@ def is_of_replicas(name):
 
 
 def steps_of(layouts, name):
-    """The steps after which this one of the layouts saves, in the first turn and in the second one."""
+    """The steps after which one of the layouts saves, in the first turn and in the second."""
     if is_of_replicas(name):
         return 1, 2
     in_turn = [layout for layout in layouts if not is_of_replicas(layout)]
@@ -94,13 +93,13 @@ def layouts(family, has_slow_tests):
     return SHORT if family == 'dense' and not has_slow_tests else list(FAMILIES[family][0])
 
 
-RUNS = {}  # family: its folder. pytest may come back to a family, and would start its runs again
+RUNS = {}  # {family: its folder}: pytest may come back to a family, and must not start its runs again
 
 
 @pytest.fixture
 def runs(data_dir, tmp_path_factory, family, layouts):
-    """A folder with `whole`, the run in one process; `changes`, a step in each layout; the runs of replicas; and what
-    each has loaded and saved again, `WRITER to READER`."""
+    """A folder with `whole`, the run in one process; `changes`, the run that goes through all layouts; the runs of
+    replicas; and `WRITER to READER`, what each has loaded and saved again."""
     if family in RUNS:
         return RUNS[family]
     folder, (found, run) = tmp_path_factory.mktemp('runs'), FAMILIES[family]
@@ -131,7 +130,7 @@ def test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process(ru
     ours, alone = metrics(runs / 'changes'), metrics(runs / 'whole')
     _, last = steps_of(layouts, 'one process')
     assert [row['step'] for row in ours] == [row['step'] for row in alone] == list(range(1, last + 1))
-    # In one process, too, another batch_size changes a later norm by 1e-4: some queries of this model are near zero.
+    # Even in one process another batch_size changes a later norm by 1e-4, since some queries of this model are near 0.
     for key, steps in (('tokens', last), ('lr', last), ('loss', last), ('grad_norm', last // 2)):
         found, expected = (column(runs / out, key)[:steps] for out in ('changes', 'whole'))
         assert len(found) == steps
@@ -142,7 +141,8 @@ def test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process(ru
 
 
 def as_read_by(reader, written):
-    """What it saves again of that. Replicas begin as equals, without momentum; others leave what replica 0 has not."""
+    """What `reader` saves after it has loaded `written`. Replicas begin as equals, without momentum; other layouts keep
+    only what replica 0 has."""
     common = {key: tensor for key, tensor in written.items() if key.startswith(('model.', 'optim.'))}
     if not is_of_replicas(reader):
         return common
@@ -177,7 +177,7 @@ def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit
 
 @pytest.mark.parametrize('family', IN_FP32, indirect=True)
 def test_before_each_other_save_the_weights_were_others(runs, layouts):
-    """Or the test above could not fail."""
+    """Otherwise the test above could not fail."""
     _, last = steps_of(layouts, 'one process')
     steps = [tensors_of(path_of(runs / 'changes', step)) for step in range(1, last + 1)]
     for before, after in itertools.pairwise(steps):

@@ -1,4 +1,5 @@
-"""Longer contexts: YaRN and another theta, of our models and of transformers', from a run and through exports."""
+"""Longer contexts by YaRN and another theta: the models of this project and of transformers, from runs and through
+exports."""
 
 import json
 import re
@@ -22,7 +23,7 @@ SHORT = 32  # block_size of TINY_MODEL
 
 
 def model_of(config, scale=3.0):
-    """A model whose weights are large enough for positions to matter."""
+    """A model whose weights are so large that positions matter."""
     model = GPT(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -31,7 +32,7 @@ def model_of(config, scale=3.0):
 
 
 def failed(log, *keys):
-    """The one line of a run that cannot begin."""
+    """The one line with which a run ends that cannot begin."""
     job = Job('train_ddp.py', keys, 1, log)
     assert job.wait() == [1], job.text()
     (line,) = [line for line in job.text().splitlines() if 'error:' in line]
@@ -86,7 +87,8 @@ def test_enoki_has_the_same_frequencies_and_another_order_of_pairs():
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, data_dir):
-    """A short llama, and runs that begin with it: at four times its length by YaRN, and with another theta."""
+    """A llama with a short context, and runs that begin with its weights: at four times the length by YaRN, and with
+    another theta."""
     folder = tmp_path_factory.mktemp('runs')
     run = [*RUN, f'--data_dir={data_dir}', '--arch=llama', '--max_iters=2', '--batch_size=2']
     longer = [*run, f'--init_from={folder}/short', f'--block_size={4 * SHORT}']

@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, sources with epochs of their own, stages, and the same batches under every strategy."""
+"""Mixtures of datasets: exact shares, an epoch for each source, stages, and the same batches under every strategy."""
 
 import itertools
 import json
@@ -58,7 +58,7 @@ def open_planned(folder, dataset, stages=(), max_iters=100, batch=BATCH, split='
 
 
 def awkward_shares(count, seed):
-    """Of several magnitudes, with denominators that have little in common."""
+    """Shares of several magnitudes, with denominators that have little in common."""
     generator = random.Random(seed)
     shares = [Fraction(generator.randint(1, 10 ** generator.randint(1, 4)), 10**4) for _ in range(count)]
     return [share / sum(shares) for share in shares]
@@ -75,7 +75,7 @@ def test_every_beginning_of_a_run_has_its_shares_to_less_than_one_sample(shares)
     sources, numbers = order.locate(np.arange(n))
     for source, share in enumerate(shares):
         counts = np.cumsum(sources == source)
-        # Exact: in integers, with the share as numerator / denominator.
+        # Computed exactly, in integers: the share is numerator / denominator.
         off = np.abs(counts * share.denominator - np.arange(1, n + 1) * share.numerator)
         assert off.max() < share.denominator
         assert np.array_equal(numbers[sources == source], np.arange(counts[-1]))  # none left out, none twice
@@ -157,7 +157,7 @@ STAGES = ((40, 'web:0.2,books:0.8'), (0.9, 'code'))
 
 
 def read_by(mixture, n, seed=7):
-    """{name: its windows in the order of the run}, of the first n slots; inside of a step in any order."""
+    """{name: its windows in the order of the run} for the first n slots; within a step the order may differ."""
     sources, windows = mixture.locate(np.arange(n), seed)
     return {name: windows[sources == number] for number, name in enumerate(mixture.names)}
 
@@ -172,7 +172,7 @@ def test_each_source_goes_through_shuffled_epochs_of_its_own_across_stages(sourc
         expected = sample_windows(np.arange(counts[name]), source.n_windows, 7)
         assert sorted(read[name].tolist()) == sorted(expected.tolist())
         moved = np.abs(np.argsort(read[name], kind='stable') - np.argsort(expected, kind='stable'))
-        assert moved.max() < BATCH  # shuffled inside of a step alone
+        assert moved.max() < BATCH  # only shuffled within a step
     assert mixture.epochs(100 * BATCH)['epochs/books'] == 480 / mixture.sources[2].n_windows
 
 
@@ -189,7 +189,7 @@ def test_neither_names_nor_their_order_decide_anything(sources, tmp_path):
 
 
 def test_one_source_is_read_as_without_a_mixture_and_goes_on_with_others(sources):
-    """So a run of one dataset may get stages later."""
+    """So a run that has begun with one dataset may get stages later."""
     slots = np.arange(40 * BATCH)
     alone = open_planned(sources, 'web')
     assert np.array_equal(alone.locate(slots, 7)[1], sample_windows(slots, alone.n_windows, 7))
@@ -325,7 +325,7 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stage
 
 @pytest.mark.slow
 def test_replicas_share_out_the_mixture(sources, tmp_path):
-    """Together two replicas of DiLoCo read in a step what one process does."""
+    """Two replicas of DiLoCo together read in a step what one process reads."""
     mixture = open_planned(sources, 'web:0.6,code:0.4')
     whole = samples_of_steps(mixture, 8, 1, BATCH)
     of_replicas = []
@@ -352,7 +352,7 @@ def make_documents(folder, name, lengths=LENGTHS, first_is_eot=False):
         path = folder / name / f'{split}_000000.bin'
         tokens = np.array(shards.read_shard(path))
         tokens[np.cumsum(lengths) - 1] = 256
-        if first_is_eot:  # as llm.c and modded-nanogpt have it
+        if first_is_eot:  # as in the files of llm.c and modded-nanogpt
             tokens = np.roll(tokens, 1)
         shards.write_shard(path, tokens, np.uint16)
     return np.array(shards.read_shard(folder / name / 'train_000000.bin')).astype(np.int64)
@@ -369,7 +369,7 @@ def split_up(folder, split, borders):
 
 
 def pieces_in(starts):
-    """(begin, end) of what a row of 32 holds."""
+    """(begin, end) of each piece in a row of 32 tokens."""
     return itertools.pairwise([*starts[starts < 32].tolist(), 32])
 
 
@@ -409,7 +409,7 @@ def test_documents_need_a_token_that_ends_them(tmp_path):
 
 @pytest.mark.parametrize('script, nproc', slow_but(['train_fsdp.py'], [('train_ddp.py', 1), ('train_fsdp.py', 2)]))
 def test_a_run_over_packed_documents_is_one_over_single_documents(tmp_path, script, nproc):
-    """20 steps of a script against a loop that gives the model a document at a time."""
+    """20 steps of a script beside a loop that gives the model one document at a time."""
     make_documents(tmp_path, 'docs', LENGTHS * 20)
     options = ['--dataset=docs', '--windows=documents', '--max_iters=20', '--arch=llama', '--eval_iters=0']
     text = run(tmp_path, tmp_path / 'out', script, *options, nproc=nproc)

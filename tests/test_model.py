@@ -1,4 +1,5 @@
-"""model.py, convert.py: numbers equal to those of transformers and of plain references; memory, generation, counts."""
+"""model.py and huggingface/convert.py: the numbers of transformers and of plain references; memory, generation,
+counts."""
 
 import collections
 import contextlib
@@ -24,7 +25,7 @@ SMALL = {'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'mlp_hidden_dim': 56, 'vocab_s
 
 
 class MetaOps(TorchDispatchMode):
-    """with MetaOps() as ops: ...; ops.names counts operations, ops.sizes_of_masks is those of boolean tensors made."""
+    """with MetaOps() as ops: ...; ops.names counts operations, ops.sizes_of_masks are the sizes of boolean tensors."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +55,7 @@ def make_tokens(rows, length, seed=0):
 
 
 def randomise(module, seed=0):
-    """Values of a size that makes every weight, norm and bias matter."""
+    """Give all parameters random values, so large that every weight, norm and bias matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -63,7 +64,7 @@ def randomise(module, seed=0):
 
 
 class PeakBytes(TorchDispatchMode):
-    """with PeakBytes() as memory: ...; memory.peak is the most that tensors made inside held at one time."""
+    """with PeakBytes() as memory: ...; memory.peak is the most bytes that tensors made inside held at one time."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +90,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def in_transformers(model, **changes):
-    """The model of transformers with the configuration and the weights of one of ours."""
+    """The transformers model with the configuration and the weights of a model of model.py."""
     transformers = pytest.importorskip('transformers')
     config = convert.config_to_transformers(model.config)
     config.update(changes)
@@ -146,7 +147,7 @@ def test_gpt2_without_biases_is_nanogpt():
 
 
 def reference_logits(model, x):
-    """enoki and the gated qwen3 as FACTS 1 has them, with explicit attention matrices, loops and complex numbers."""
+    """enoki and the gated qwen3 written out plainly, with explicit attention matrices, loops and complex numbers."""
     config = model.config
     H, D, enoki = config.n_head, config.head_dim, config.arch == 'enoki'
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
@@ -339,7 +340,7 @@ class BytesMoved(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_compiled_the_loss_moves_at_most_a_fifth_of_the_bytes_per_logit():
-    """bf16, without the matmuls. The compiler counts what its kernels read and write."""
+    """In bf16, without the matmuls. The compiler counts what its kernels read and write."""
     n, vocab_size = 64, 50304
     logits = torch.randn(n, vocab_size).bfloat16()
     targets = torch.randint(50257, (n,))
@@ -392,7 +393,7 @@ def test_dropout_acts_on_embeddings_on_attention_and_on_what_each_layer_adds(arc
     attended = seen['attended']
     assert not torch.equal(attended, block.attn(block.attn_norm(seen['embedded']))), 'the weights of attention'
     with torch.no_grad():
-        block.mlp.down.weight.zero_()  # what the block adds is of attention alone
+        block.mlp.down.weight.zero_()  # so that the block adds nothing but attention
         if block.mlp.down.bias is not None:
             block.mlp.down.bias.zero_()
     model(x)
@@ -413,7 +414,7 @@ def test_dropout_acts_on_embeddings_on_attention_and_on_what_each_layer_adds(arc
 
 @pytest.mark.parametrize('arch', ARCHITECTURES)
 def test_fp32_masters_and_gathered_bf16_weights_compute_the_same(arch):
-    """DDP holds fp32 weights, fully_shard hands bf16 ones to the same code."""
+    """Under DDP the code gets fp32 weights, under fully_shard the same code gets them in bf16."""
     masters = make_model(arch, torch.bfloat16)
     gathered = make_model(arch, torch.bfloat16).bfloat16()
     x = make_tokens(2, 24)
@@ -552,7 +553,7 @@ def checkpointed_gradients(arch, mode, compiled=False, **changes):
     model = make_model(arch, block_size=64, **changes)
     model.checkpoint_activations(mode)
     if compiled:
-        torch.compiler.reset()  # it gives up on code that it has compiled too often
+        torch.compiler.reset()  # else it gives up on code that it has compiled too often
         for block in model.blocks:
             block.forward = torch.compile(block.forward, backend='aot_eager', fullgraph=True)
     torch.manual_seed(0)  # of dropout: what is computed again must draw the same
@@ -580,7 +581,7 @@ def test_blocks_compile_without_a_graph_break_under_activation_checkpointing(arc
 
 
 class CountCalls(TorchDispatchMode):
-    """with CountCalls() as count: ...; count.calls[operation], of those that do the work."""
+    """with CountCalls() as count: ...; count.calls[operation] counts the operations that do the work."""
 
     def __init__(self):
         super().__init__()
@@ -593,7 +594,7 @@ class CountCalls(TorchDispatchMode):
 
 @pytest.mark.parametrize('arch', ARCHITECTURES)
 def test_selective_checkpointing_computes_neither_matmuls_nor_attention_again(arch):
-    """Without dropout, which a CPU has no fused attention for."""
+    """Without dropout, for which a CPU has no fused attention."""
     calls = {}
     for mode in ('none', 'selective', 'full'):
         model = make_model(arch)
@@ -647,7 +648,7 @@ def test_generation_goes_on_from_half_the_context_when_the_cache_is_full():
     long = prompts[0] + found[0]
     assert found[0][:1] == continue_without_cache(model, long[6:30], 1)
     assert found[0][1:13] == continue_without_cache(model, long[19:31], 12)
-    for prompt, new in zip(prompts[1:], found[1:], strict=True):  # each fills its context for itself
+    for prompt, new in zip(prompts[1:], found[1:], strict=True):  # each prompt has a context of its own
         full = 25 - len(prompt)
         assert new[:full] == continue_without_cache(model, prompt, full)
         tokens = prompt + new
@@ -711,7 +712,7 @@ def test_top_k_and_top_p_cut_the_distribution_where_they_say():
     torch.testing.assert_close(frequencies(top_k=2), torch.tensor([0, 4 / 7, 0, 3 / 7]), **close)
     torch.testing.assert_close(frequencies(top_p=0.75), torch.tensor([0, 4 / 9, 2 / 9, 3 / 9]), **close)
     torch.testing.assert_close(frequencies(top_p=1e-6), torch.tensor([0.0, 1, 0, 0]))
-    # Of the two likeliest, 4/7 and 3/7, the first alone has half of the probability; of all four it has 0.4.
+    # The two likeliest have 4/7 and 3/7, so the first alone has more than top_p = 0.5; among all four it has only 0.4.
     torch.testing.assert_close(frequencies(top_k=2, top_p=0.5), torch.tensor([0.0, 1, 0, 0]))
     torch.testing.assert_close(frequencies(top_k=99, top_p=1.0), torch.tensor([0.1, 0.4, 0.2, 0.3]), **close)
     for options in ({'temperature': -1}, {'top_k': -1}, {'top_p': 1.5}):
@@ -747,7 +748,8 @@ def test_a_document_in_a_row_of_several_computes_what_it_does_alone(shape):
 
 
 def looped_attention(q, k, v, borders, borders_of_keys, longest, _, *, scale, window_size, **_grouped):
-    """What varlen_attn() is documented to compute, a document at a time: q (tokens, H, D), k and v (tokens, K, D)."""
+    """What varlen_attn() computes by its documentation, one document at a time: q (tokens, H, D), k, v (tokens, K,
+    D)."""
     assert borders.dtype == torch.int32 and torch.equal(borders, borders_of_keys) and window_size[1] == 0
     results = []
     for begin, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
@@ -777,7 +779,7 @@ def test_the_borders_for_a_gpu_say_what_the_mask_says(monkeypatch, heads, window
 
 
 def test_on_a_gpu_documents_in_half_precision_need_no_mask():
-    """On meta, which takes the GPU's way: with dropout, and in fp32, there is a mask."""
+    """On the device 'meta', where the code does the same as on a GPU. With dropout, and in fp32, there is a mask."""
     for dtype, dropout, kernel in (
         (torch.bfloat16, 0.0, True),
         (torch.float32, 0.0, False),
@@ -824,7 +826,8 @@ def test_counts_of_parameters_and_flops_are_exact(arch, tied):
 @pytest.mark.parametrize('shape', [*ARCHITECTURES, 'gated'])
 @pytest.mark.parametrize('kv_heads', [4, 2])
 def test_flops_are_those_that_pytorch_counts(shape, kv_heads):
-    """Op by op, attention in full; but for norms and biases, which the formula counts like matrices: 0.1% of GPT-2."""
+    """PyTorch counts op by op, with all of attention. The formula counts norms and biases like matrices, which is 0.1%
+    for GPT-2."""
     gated = {'arch': 'qwen3', 'attention_gate': True} if shape == 'gated' else {'arch': shape}
     with torch.device('meta'):
         model = GPT(ModelConfig(**{**SMALL, 'n_layer': 3, 'n_kv_head': kv_heads, **gated}))

@@ -1,4 +1,5 @@
-"""Mixtures of experts: the numbers of transformers, a balance that no layout changes, checkpoints, counts, refusals."""
+"""Mixtures of experts: the numbers of transformers; balancing that is the same in every layout; checkpoints, counts,
+refusals."""
 
 import itertools
 import math
@@ -28,7 +29,7 @@ SMALL |= {'mlp_hidden_dim': 64, 'n_experts': 8, 'experts_per_token': 2}
 
 
 def make_model(seed=0, **changes):
-    """A small model, initialised as the train scripts do it, but with routers that prefer some experts."""
+    """A small model, initialised as in the train scripts, but with routers that prefer some experts."""
     with torch.device('meta'):
         model = GPT(ModelConfig(**{**SMALL, **changes}))
     model.to_empty(device='cpu')
@@ -45,7 +46,7 @@ def make_tokens(rows, length=24, seed=0):
 
 
 def uneven_load(model):
-    """Of a step before, in which some experts were chosen more often."""
+    """Set the load of the step before, in which some experts were chosen more often."""
     for router in model.routers:
         router.load.copy_(torch.arange(1.0, router.n_experts + 1))
         router.load.mul_(router.k / router.load.sum())
@@ -90,7 +91,7 @@ def test_logits_and_balancing_loss_equal_transformers(shape):
 
 
 def by_definition(moe, x):
-    """sum over the chosen experts of weight * down(silu(gate x) * up x), one expert after the other, for all tokens."""
+    """The sum over the chosen experts of weight * down(silu(gate x) * up x), with one expert after the other."""
     tokens = x.flatten(0, 1)
     weights, chosen, _ = moe.router(tokens)
     E, y = moe.router.n_experts, 0.0
@@ -105,7 +106,7 @@ def by_definition(moe, x):
 
 @pytest.mark.parametrize('idle', [False, True])
 def test_experts_compute_their_tokens_and_no_others(idle):
-    """To float64; also where an expert gets no token, whose gradient is then 0."""
+    """As exactly as float64 is, also where an expert gets no token and its gradient must be 0."""
     moe = make_model().blocks[0].mlp.double()
     x = torch.randn(3, 5, 40, dtype=torch.float64, requires_grad=True)
     if idle:
@@ -129,7 +130,7 @@ def test_experts_compute_their_tokens_and_no_others(idle):
 
 @pytest.mark.parametrize('rows', [[3, 0, 5, 1], [0, 0, 9, 0]])
 def test_one_kernel_for_all_experts_computes_what_one_matmul_after_the_other_does(rows, monkeypatch):
-    """grouped_mm is for GPUs; a CPU has it, too. In fp32 the bits are those of the loop."""
+    """grouped_mm is for GPUs, but a CPU has it, too. In fp32 it gives the bits of the loop."""
     config = ModelConfig(**{**SMALL, 'n_experts': 4, 'expert_hidden_dim': 16})
     experts, x = Experts(config), torch.randn(9, 40)
     with torch.no_grad():
@@ -147,7 +148,7 @@ def test_one_kernel_for_all_experts_computes_what_one_matmul_after_the_other_doe
 
 
 def test_a_gpu_in_bf16_computes_them_without_the_host_reading_a_number():
-    """On the device 'meta' there are no numbers: to read one raises an error."""
+    """On the device 'meta' there are no numbers, so reading one raises an error."""
     with torch.device('meta'):
         model = GPT(ModelConfig(**SMALL), torch.bfloat16)
         x = torch.zeros(2, 24, dtype=torch.int64)
@@ -190,7 +191,7 @@ def test_muon_orthogonalises_each_expert():
 
 
 def gradients_of(model, batches, mode='none'):
-    """({name: gradient}, counts) of one step in these micro-batches, (x, y) each."""
+    """({name: gradient}, counts) of one step with these micro-batches (x, y)."""
     model.checkpoint_activations(mode)
     model.zero_grad()
     for router in model.routers:
@@ -202,7 +203,7 @@ def gradients_of(model, batches, mode='none'):
 
 
 def test_the_balancing_loss_is_a_sum_over_tokens():
-    """So micro-batches, on one rank or on several, add up to the step's gradient, and its counts."""
+    """So micro-batches, on one rank or several, add up to the gradient and the counts of the whole step."""
     x, y = make_tokens(8), make_tokens(8, seed=1)
     y[:2, :17] = -1  # no targets: of another number in each micro-batch
     keys = {'router_aux': 10.0, 'router_z': 1.0}  # so that they are most of the router's gradient
@@ -245,7 +246,7 @@ def test_evaluation_neither_counts_nor_adds_to_the_loss():
 
 
 def balance_on_ranks(world_size):
-    """What two steps of balance leave on each rank, and what they do where a step is skipped."""
+    """What two steps of balancing leave on each rank, and what they do if a step is skipped."""
     model, rank = make_model(router_bias=0.25), dist.get_rank()
     x = make_tokens(4, seed=1).chunk(world_size)[rank]
     y = x.clone()
@@ -397,7 +398,7 @@ def runs(data_dir, tmp_path_factory, has_slow_tests):
     'name', slow_but(SHORT, [name for name in LAYOUTS if name not in ('one', 'no balance', 'biased')])
 )
 def test_no_layout_changes_a_number(runs, name):
-    """Since the load that a loss knows is that of all ranks, and of all micro-steps, of the step before."""
+    """Because the load in a loss is that of the step before, over all ranks and micro-steps."""
     alone = 'biased' if 'biased' in name else 'one'
     for key in ('loss', 'grad_norm', 'val_loss', 'router/violation', 'router/worst_entropy'):
         found, expected = column(runs / name, key), column(runs / alone, key)
@@ -433,7 +434,7 @@ def test_checkpoints_have_the_load_and_experts_as_rows(runs):
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(runs, data_dir, tmp_path):
-    """With the load, and the bias, of the step before. `moved` goes on in another layout."""
+    """It goes on with the load and the bias of the step before. `moved` goes on in another layout."""
 
     def case(name, steps, layout):
         _, script, keys = LAYOUTS[layout]

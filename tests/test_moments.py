@@ -1,4 +1,5 @@
-"""moments.py: codes and roundings against float64, every optimizer with them, on any layout, saved and read by all."""
+"""moments.py: codes and rounding beside float64; every optimizer with moments in fewer bits, in all layouts, saved and
+resumed."""
 
 import collections
 import importlib.util
@@ -34,7 +35,7 @@ STEPS = 50
 
 
 def signed_or_not(signed, *shape, seed=0):
-    """fp32 numbers over ten decades, as moments are, each block of another size."""
+    """fp32 numbers over ten decades, like moments; each block has another size."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(shape, generator=generator) * 10 ** (5 * torch.rand(shape, generator=generator) - 5)
     numbers *= 10 ** (6 * torch.rand((*shape[:-1], 1), generator=generator) - 8)
@@ -46,11 +47,11 @@ def signed_or_not(signed, *shape, seed=0):
 
 @pytest.mark.parametrize('signed', [True, False])
 def test_the_values_of_codes_are_those_of_the_paper_but_for_the_ends(signed):
-    """A decade for each position of the first bit that is set; the bits behind it divide that evenly."""
+    """The position of the first bit that is set gives the decade, and the bits behind it divide the decade evenly."""
     values, _ = moments.levels(signed, CPU)
     assert len(values) == 256 and (values.diff() > 0).all()
     positive = [1.0]
-    for zeros in range(7):  # in front of that bit, which leaves 6 - zeros bits, without a sign 7 - zeros
+    for zeros in range(7):  # before that bit; 6 - zeros bits are left, or 7 - zeros without a sign
         parts = 2 ** (6 - zeros + (not signed))
         positive += [10.0**-zeros * (0.1 + 0.9 * (part + 0.5) / parts) for part in range(parts)]
     published = sorted([*positive, 0.0, *(-x for x in positive if x < 1)] if signed else [*positive, 0.0])
@@ -69,7 +70,7 @@ def test_codes_are_the_nearest_in_float64(signed, width):
     ratios = numbers.double() / scales.double().clamp_min(1e-300).unsqueeze(-1)
     distances = (ratios.unsqueeze(-1) - values).abs()
     found = distances.gather(-1, codes.long().unsqueeze(-1)).squeeze(-1)
-    assert (found <= distances.amin(-1) + 2 * FLOOR * ratios.abs()).all()  # but for ties, as far as fp32 can tell
+    assert (found <= distances.amin(-1) + 2 * FLOOR * ratios.abs()).all()  # except for ties, as far as fp32 can tell
     assert (codes == distances.argmin(-1)).double().mean() > 0.999
 
 
@@ -94,7 +95,7 @@ def test_a_second_moment_does_not_become_0_unless_its_block_is():
 
 
 def chance_by_numpy(index, key):
-    """The hash in integers of 32 bits that overflow."""
+    """The hash by numpy, in 32-bit integers that overflow."""
     x = (np.asarray(index) + key).astype(np.uint32)
     for _ in range(2):
         x = ((x >> np.uint32(16)) ^ x) * np.uint32(0x45D9F3B)
@@ -109,7 +110,7 @@ def test_chance_is_the_hash_and_is_spread_evenly():
     for found, key in zip(bits, keys, strict=True):
         assert np.array_equal(found.numpy(), chance_by_numpy(index.numpy(), key))
     assert moments.chance(torch.tensor([0, 1, 2**40]), 12345).tolist() == chance_by_numpy([0, 1, 2**40], 12345).tolist()
-    # 64 bins of 2^18 / 64 = 4096 +- 64 each; neighbours, and steps behind each other, do not go together.
+    # 64 bins of 2^18 / 64 = 4096 +- 64 each. Neighbours are not correlated, and neither are consecutive steps.
     assert all((torch.bincount(row >> 10, minlength=64) - 4096).abs().max() < 5 * 64 for row in bits)
     uniform = bits.double() / 2**16 - 0.5
     for a, b in ((uniform[:, 1:], uniform[:, :-1]), (uniform[1:], uniform[:-1]), (uniform[:, 40:], uniform[:, :-40])):
@@ -122,14 +123,14 @@ def test_rounding_by_chance_goes_to_a_neighbour_and_is_right_in_the_mean():
     rounded = torch.stack([moments.round_by_chance(numbers, moments.chance(torch.arange(500), k)) for k in range(2000)])
     distance = 2.0 ** (numbers.abs().log2().floor() - 7)  # between the numbers of bfloat16 there
     assert ((rounded.float() - numbers).abs() < distance).all()
-    # The mean of 2000 draws is off by distance / 2 / sqrt(2000) at most, times 5 for luck.
+    # The mean of 2000 draws has a standard deviation of at most distance / 2 / sqrt(2000); 5 of these are allowed.
     assert ((rounded.double().mean(0) - numbers).abs() <= 5 * distance / 2 / math.sqrt(2000)).all()
     for k in range(4):
         assert torch.equal(moments.round_by_chance(exact.float(), moments.chance(torch.arange(500), k)), exact)
 
 
 def test_second_moments_that_are_rounded_to_the_nearest_only_grow():
-    """Gradients of size 1, beta2 = 0.999, 3000 steps: the figures of moments.py's first lines."""
+    """With gradients of size 1, beta2 = 0.999 and 3000 steps: the figures in the docstring of moments.py."""
     generator, index = torch.Generator().manual_seed(0), torch.arange(4000)
     exact, nearest, by_chance = torch.zeros(4000), torch.zeros(4000).bfloat16(), torch.zeros(4000).bfloat16()
     for t in range(3000):
@@ -145,7 +146,8 @@ def test_second_moments_that_are_rounded_to_the_nearest_only_grow():
 
 
 class Net(nn.Module):
-    """Lines of 600 columns, 2 blocks and 88; of 70; two lines of 2500; and what keeps fp32 under int8."""
+    """Lines of 600 columns, which are 2 blocks and 88 more; lines of 70; two lines of 2500; and what stays fp32 under
+    int8."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +162,7 @@ class Net(nn.Module):
 
 
 IN_8_BITS = {'long.weight': 7 * 600 + 4 * 7 * 3, 'short.weight': 71 * 70 + 4 * 71, 'few.weight': 2 * 2500 + 4 * 2 * 10}
-IN_8_BITS['experts'] = 5 * 3 * 300 + 4 * 5 * 3 * 2  # a line is the last dimension
+IN_8_BITS['experts'] = 5 * 3 * 300 + 4 * 5 * 3 * 2  # a line lies along the last dimension
 
 
 def values_of_net(steps):
@@ -196,7 +198,7 @@ def take_steps(model, optimizer, gradients, steps, mesh=None, **skip):
 
 
 def moments_of(model, optimizer):
-    """{name.slot: tensor or DTensor} of what rests, step included."""
+    """{name.slot: tensor or DTensor} of the optimizer's state, with `step`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {f'{names[p]}.{slot}': x for p, slots in optimizer.state.items() for slot, x in slots.items()}
 
@@ -230,7 +232,8 @@ def test_a_tied_head_and_what_is_frozen_have_no_8_bits():
 
 
 def test_where_ranks_share_experts_the_same_moments_have_8_bits():
-    """The whole parameter decides: a quarter of these experts has fewer than moments.SMALLEST numbers."""
+    """The size of the whole parameter decides, since a quarter of these experts has fewer than moments.SMALLEST
+    numbers."""
     sizes = {'n_layer': 1, 'n_head': 2, 'n_embd': 40, 'mlp_hidden_dim': 48, 'vocab_size': 64, 'block_size': 8}
     found = []
     for ranks in (1, 4):
@@ -245,8 +248,8 @@ def test_where_ranks_share_experts_the_same_moments_have_8_bits():
 
 
 class Roundings:
-    """The rounding of moments in float64. Where fp32 cannot tell to which side a number goes, what the optimizer has
-    taken is right: `left_open` counts these."""
+    """The rounding of moments in float64. If fp32 cannot tell to which side a number goes, this takes the side that the
+    optimizer has taken; `left_open` counts such numbers."""
 
     def __init__(self, name, history, gradients, seed=7):
         """history[t - 1]: the state of the parameter `name` after step t."""
@@ -260,7 +263,7 @@ class Roundings:
         if slot not in state or state[slot].dtype == torch.float32:
             return moment
         self.numbers += moment.numel()
-        # What fp32 may be off by: some roundings of numbers as large as those that were added up.
+        # The error that fp32 may have: a few roundings of numbers as large as those that were added up.
         g = self.gradients[t - 1]
         added = {'exp_avg_sq': g.square(), 'tau': torch.ones_like(g)}.get(slot, g.abs())
         off = (4 * EPS * (moment.abs() + abs(self.before[slot]) + added)).view(self.shape)
@@ -289,7 +292,7 @@ class Roundings:
         bits = torch.from_numpy(chance_by_numpy(np.arange(moment.numel()), key).astype(np.float64)).view(self.shape)
         distance = 2.0 ** (moment.abs().clamp_min(1e-37).log2().floor() - 7)
         below = (moment.abs() / distance).floor()
-        beyond = (moment.abs() / distance - below) * 2**16 + bits - 2**16  # 0 or more: away from 0
+        beyond = (moment.abs() / distance - below) * 2**16 + bits - 2**16  # 0 or more: rounded away from 0
         ours = moment.sign() * (below + (beyond >= 0)) * distance
         others = taken.double() != ours
         assert (beyond[others].abs() <= 1 + (off / distance * 2**16)[others]).all(), (self.name, slot, t)
@@ -322,7 +325,7 @@ def test_50_steps_are_those_of_float64_with_the_same_rounding(name, dtype):
 
 @pytest.mark.parametrize('name, dtype', slow_but(['adana int8'], CASES, '{} {}'.format))
 def test_a_gpus_way_of_a_piece_at_a_time_is_the_same(name, dtype, monkeypatch):
-    """Lists of one tensor, which take plain numbers, and pieces of few lines."""
+    """With lists of one tensor, which are computed with plain numbers, and with pieces of few lines."""
     start, gradients = values_of_net(5)
     plain, its_optimizer = build(name, dtype, start)
     take_steps(plain, its_optimizer, gradients, range(5))
@@ -342,7 +345,7 @@ def test_a_gpus_way_of_a_piece_at_a_time_is_the_same(name, dtype, monkeypatch):
 
 
 def assert_same_moments(model, optimizer, others, their_optimizer, steps=5):
-    """All but what fp32 cannot tell: weights within roundings, and of a thousand codes one at most."""
+    """Equal as far as fp32 can tell: weights within rounding, and at most one code in a thousand differs."""
     ours, theirs = (in_full(dict(x.named_parameters())) for x in (model, others))
     assert max(error(ours[name], theirs[name]) for name in theirs) <= apart(steps)
     ours, theirs = in_full(moments_of(model, optimizer)), in_full(moments_of(others, their_optimizer))
@@ -382,7 +385,7 @@ def test_compiled_is_the_same(name, dtype):
     ],
 )
 def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(name, dtype, compile, flag):
-    """Neither codes nor scales, nor the noise of the step that takes its place."""
+    """Neither codes nor scales change, nor the noise of the step that takes its place."""
     start, gradients = values_of_net(4)
     bad = {key: torch.full_like(g, math.nan) for key, g in gradients.items()}
     plain, its_optimizer = build(name, dtype, start, compile=compile)
@@ -394,7 +397,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(name, dtype, 
         take_steps(plain, its_optimizer, gradients, [step])
         ours, theirs = moments_of(model, optimizer), moments_of(plain, its_optimizer)
         assert ours.keys() == theirs.keys()
-        if compile:  # with a flag and without are two graphs
+        if compile:  # with and without a flag there are two graphs
             assert_same_moments(model, optimizer, plain, its_optimizer)
         else:
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
@@ -402,7 +405,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(name, dtype, 
 
 @pytest.mark.parametrize('dtype', FEWER)
 def test_where_the_device_says_so_nothing_changes(dtype):
-    """What torch.compile makes one pass of."""
+    """Looks at what torch.compile makes into one pass."""
     start, gradients = values_of_net(2)
     model, optimizer = build('adana', dtype, start)
     take_steps(model, optimizer, gradients, [0])
@@ -444,7 +447,7 @@ def layout(world_size):
 
 
 def train_and_save(folder, cases, world_size, steps):
-    """One rank, or with world_size=0 a process that has everything whole: a checkpoint behind the steps."""
+    """Train and save a checkpoint, as one rank or, with world_size=0, as a process that holds everything whole."""
     start, gradients = values_of_net(steps)
     for name, dtype in cases:
         mesh = layout(world_size)
@@ -461,7 +464,7 @@ def save(out_dir, step, model, optimizer, **options):
 
 
 def load_and_save_again(folder, cases, step, world_size, as_dtypes=()):
-    """Each rank holds its part of what was saved, as it would have it, and saves all of it again."""
+    """Load what was saved and save it again, where each rank holds the part that it would have in training."""
     start, _ = values_of_net(1)
     empty = {key: torch.zeros_like(value) for key, value in start.items()}
     for name, dtype in cases:
@@ -482,7 +485,7 @@ ON_RANKS = [('adamw', 'int8'), ('dana-star-mk4', 'bfloat16'), ('ademamix', 'int8
 
 @pytest.fixture(scope='module')
 def on_ranks(tmp_path_factory, has_slow_tests):
-    """(folder with checkpoints behind step 5, numbers of ranks) of ON_RANKS; lines do not divide by 2, nor by 3."""
+    """(folder with checkpoints after step 5, numbers of ranks) of ON_RANKS. The lines divide neither by 2 nor by 3."""
     folder, worlds = tmp_path_factory.mktemp('on_ranks'), (2, 3) if has_slow_tests else (2,)
     run_function(1, train_and_save, str(folder), ON_RANKS, 0, 5)
     for ranks in worlds:
@@ -494,8 +497,8 @@ def on_ranks(tmp_path_factory, has_slow_tests):
 
 @pytest.mark.parametrize('case', ON_RANKS, ids=' '.join)
 def test_moments_of_shards_are_those_of_one_process(on_ranks, case):
-    """Blocks and noise do not depend on where a number is, so of the same gradients moments are equal to the bit. What
-    rests in fp32, as the weights do, is at times rounded otherwise at the end of a shorter tensor."""
+    """Blocks and noise do not depend on where a number lies, so equal gradients give moments that are equal to the bit.
+    Numbers in fp32, such as the weights, are sometimes rounded differently at the end of a shorter tensor."""
     folder, worlds = on_ranks
     alone = saved(folder, case, '0', 5)
     assert all(tensor.dtype == torch.float32 for tensor in alone.values())
@@ -511,7 +514,8 @@ def test_moments_of_shards_are_those_of_one_process(on_ranks, case):
 
 @pytest.mark.parametrize('case', ON_RANKS, ids=' '.join)
 def test_a_checkpoint_of_2_ranks_is_the_same_on_1_2_and_3_and_by_way_of_float32(on_ranks, case):
-    """int8 -> float32 -> int8, each on another number of ranks; of bfloat16, int8 makes other numbers."""
+    """int8 -> float32 -> int8, each on another number of ranks. Not by way of bfloat16, of which int8 makes other
+    numbers."""
     folder, worlds = on_ranks
     written = saved(folder, case, '2', 5)
     for ranks in (1, *worlds):
@@ -540,7 +544,7 @@ HALF, WHOLE = 6, 12
 
 
 def case(data_dir, folder, name, *more, steps=WHOLE, **options):
-    """name: 'fsdp int8 on 2' and perhaps more words."""
+    """A case of run_many(). name: such as 'fsdp int8 on 2', perhaps with more words."""
     way, dtype, _, ranks = name.split()[:4]
     script, *keys = WAYS[way]
     keys += [f'--optimizer_dtype={dtype}', f'--max_iters={steps}', *(['--batch_size=1'] if ranks == '3' else [])]
@@ -553,23 +557,23 @@ def checkpoint_of(folder, name, step=WHOLE):
 
 
 class Runs:
-    """Runs of 12 steps and such that were interrupted after 6, each started once, by its name."""
+    """Runs of 12 steps, and runs that were interrupted after 6. Each has a name and is started once."""
 
     def __init__(self, data_dir, folder):
         self.data_dir, self.folder, self.held = data_dir, folder, {}
 
     def start(self, names, *more, **options):
-        """Runs of as many ranks as their names say that are not there yet."""
+        """Start those of these runs that are not there yet, on as many ranks as their names say."""
         for ranks in '123':
             of_ranks = [n for n in names if n.split()[3] == ranks and n not in self.held]
             cases = [case(self.data_dir, self.folder, name, *more, **options) for name in of_ranks]
-            for one in cases:  # where it saves again what it reads
+            for one in cases:  # the folders into which a run saves again what it reads
                 place = str(self.folder / f'{one["name"]} again')
                 one.update({'save_again': dict.fromkeys(one['save_again'], place)} if 'save_again' in one else {})
             self.held |= run_many(cases, int(ranks), self.folder)
 
     def resume(self, saved, names, **options):
-        """Go on from the checkpoint of step 6 of `saved`: each of the names in a copy of its own."""
+        """Go on from the checkpoint of step 6 of `saved`, each of the names in a copy of its own."""
         self.start([f'{saved} half'], steps=HALF)
         for name in names:
             shutil.copytree(self.folder / f'{saved} half', self.folder / name)
@@ -666,7 +670,8 @@ def test_a_job_of_a_pool_trains_and_saves_as_a_replica_of_diloco(runs, tmp_path)
 
 @pytest.mark.slow
 def test_noise_is_the_same_where_tensor_parallelism_has_cut_the_matrices(runs):
-    """Of the whole matrix, that is. bfloat16's distance is 2^-8, and another noise would move the losses by 1e-4."""
+    """It is the noise of the whole matrix. Numbers of bfloat16 are 2^-8 apart, so other noise would move losses by
+    1e-4."""
     names = ['tensor bfloat16 on 2', 'ddp bfloat16 on 1', 'pipeline bfloat16 on 2']
     runs.start(names)
     for name in names[::2]:

@@ -1,4 +1,4 @@
-"""fsdp_manual.py on several GPUs: `pytest -m multigpu`. Numbers equal fully_shard's, and a trace shows the overlap."""
+"""fsdp_manual.py on several GPUs (`pytest -m multigpu`): the numbers of fully_shard, and a trace that shows overlap."""
 
 import json
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.multigpu]
 
 
 def train(implementation, dtype, steps=10, trace=None):
-    """Losses of one model under one implementation; trace: path of a Chrome trace of the last step."""
+    """The losses of a model under one implementation. trace: path for a Chrome trace of the last step."""
     device = torch.device('cuda', dist.get_rank())
     config = ModelConfig(arch='llama', n_layer=6, n_head=16, n_embd=1024, vocab_size=4096, block_size=1024)
     model = GPT(config, dtype).to(device)
@@ -53,7 +53,7 @@ def train(implementation, dtype, steps=10, trace=None):
 
 
 def run_cases(folder):
-    """{implementation and dtype: losses}; leaves the trace of a step of each rank in `folder`."""
+    """{implementation and dtype: losses}. Each rank leaves the trace of a step in `folder`."""
     torch.cuda.set_device(dist.get_rank())
     losses = {
         f'{implementation} {dtype}': train(implementation, getattr(torch, dtype))

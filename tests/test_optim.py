@@ -1,4 +1,4 @@
-"""optim.py: who decays, every optimizer against its equation, plain and sharded, resumed; the schedules' values."""
+"""optim.py: which weights decay; every optimizer beside its equation, plain, sharded, resumed; values of schedules."""
 
 import math
 import tempfile
@@ -29,14 +29,14 @@ from runtime import checkpoint
 ADAMW = dict(optimizer='adamw', learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
 SCHEDULE = dict(learning_rate=1.0, lr_schedule='cosine', warmup_iters=10, lr_decay_iters=110, min_lr=0.1)
 
-# A step rounds once or twice, of numbers that are far smaller than the weights. Newton-Schulz, five times a polynomial
-# whose slope at 0 is 3.4, enlarges the roundings of small singular values.
+# A step rounds once or twice, and the rounded numbers are far smaller than the weights. Newton-Schulz applies a
+# polynomial with slope 3.4 at 0 five times, which enlarges the rounding errors of small singular values.
 TOLERANCE = {name: apart() for name in OPTIMIZERS} | {'muon': 5 * apart()}
 ELEMENTWISE = [name for name in optim.UPDATES if name != 'adamw']
 
 
 class TinyModel(nn.Module):
-    """An embedding, a matrix with a bias, a norm and a head: every kind of parameter that a group rule can meet."""
+    """An embedding, a matrix with a bias, a norm and a head: every kind of parameter for which there is a rule."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -73,7 +73,7 @@ def train(model, steps):
 
 
 class Attention(nn.Module):
-    """As model.py's, its matrix holds those of 2 heads of queries, 1 of keys and 1 of values."""
+    """Like that of model.py, its matrix holds the matrices of 2 heads of queries, 1 of keys and 1 of values."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
 
 class Zoo(nn.Module):
-    """First dimensions (11, 12, 17, 5, 1, ...) that 2 and 3 ranks share unevenly, or not at all."""
+    """Its first dimensions (11, 12, 17, 5, 1, ...) do not divide by 2 and 3 ranks, or leave some ranks nothing."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ def values():
     start, gradients = {}, {}
     for name, parameter in Zoo().named_parameters():
         start[name] = torch.randn(parameter.shape, generator=generator) + 1
-        mean = torch.randn(parameter.shape, generator=generator)  # from noise to signal: MK4 clips the latter
+        mean = torch.randn(parameter.shape, generator=generator)  # from noise to signal, which MK4 clips
         noise = torch.randn(STEPS, *parameter.shape, generator=generator) + mean
         # Some rows rarely have a gradient, and the sizes of gradients differ by orders of magnitude.
         rare = torch.rand(STEPS, len(parameter), generator=generator) < torch.linspace(0.1, 2, len(parameter))
@@ -136,13 +136,13 @@ def full_values(model):
 
 
 def errors(found, expected):
-    """{name: norm of the difference over the norm}"""
+    """{name: norm of the difference / norm}."""
     return {name: error(found[name], x) for name, x in expected.items()}
 
 
 @pytest.fixture(scope='module')
 def expected():
-    """{optimizer: {name: value after 100 steps}} by the equations."""
+    """{optimizer: {name: value after 100 steps}}, computed by the equations."""
     start, gradients = values()
     return {
         optimizer: {name: reference(optimizer, name, start[name], gradients[name]) for name in start}
@@ -220,7 +220,7 @@ def test_plain_tensors_follow_the_equation(name, expected):
 
 
 class Wide(Zoo):
-    """Zoo as a model that is 4 times as wide and 3 times as deep as the one that its rates were tuned on."""
+    """Zoo as a model that is 4 times as wide and 3 times as deep as the one for which the rates were tuned."""
 
     config = ModelConfig(n_layer=6, n_embd=48, parametrization='completep', base_width=12, base_depth=2, vocab_size=11)
 
@@ -231,7 +231,7 @@ class Wide(Zoo):
 
 @pytest.mark.parametrize('name', [name for name in OPTIMIZERS if name != 'sgd'])
 def test_rates_decay_and_eps_are_those_of_completep(name, monkeypatch):
-    """m_N = 4, m_L = 3, and gradients so small that eps counts."""
+    """With m_N = 4, m_L = 3, and gradients so small that eps matters."""
     monkeypatch.setitem(globals(), 'Zoo', Wide)
     start, gradients = values()
     gradients = {key: 1e-7 * gradient for key, gradient in gradients.items()}
@@ -256,7 +256,7 @@ def test_an_optimizer_whose_steps_grow_with_the_gradients_is_refused_under_compl
 
 @pytest.mark.parametrize('name', ELEMENTWISE)
 def test_a_list_of_tensors_follows_the_equation(name, expected, monkeypatch):
-    """The form for GPUs: all tensors by torch._foreach, at most FOREACH elements at once."""
+    """In the form for GPUs: all tensors by torch._foreach_*, at most FOREACH elements at once."""
     start, gradients = values()
     model, optimizer = build(name, start)
     monkeypatch.setattr(optim, 'FOREACH', 100)
@@ -274,7 +274,7 @@ def test_compiled_follows_the_equation_and_compiles_once(name, expected):
     model, optimizer = build(name, start, compile=True)
     take_steps(model, optimizer, gradients, range(STEPS))
     assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
-    # One for every number of elements, and one for a single element: a bias of Zoo.
+    # One graph for any number of elements, and one for a single element, a bias of Zoo.
     assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 2
 
 
@@ -291,7 +291,8 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize('name', [name for name in OPTIMIZERS if name not in ('muon', 'sgd')])
 def test_a_step_on_a_gpu_is_as_many_launches_for_many_tensors_as_for_few(name):
-    """On meta, which takes the GPU's way. Of PyTorch's lists one call is a launch per some dozens of tensors."""
+    """On the device 'meta', where the code does the same as on a GPU. PyTorch's calls with lists launch one kernel for
+    every few dozen tensors."""
     counts = []
     for n_layer in (2, 8):
         with torch.device('meta'):
@@ -308,7 +309,7 @@ def test_a_step_on_a_gpu_is_as_many_launches_for_many_tensors_as_for_few(name):
 
 
 def test_muon_on_a_gpu_is_as_many_launches_for_many_matrices_of_a_shape_as_for_few():
-    """But for one for each matrix, whose parts are put together again."""
+    """Except for one launch for each matrix, which puts its parts together again."""
     counts = {}
     for matrices in (4, 16):
         weights = [torch.zeros(16, 8, device='meta') for _ in range(matrices)]
@@ -319,7 +320,7 @@ def test_muon_on_a_gpu_is_as_many_launches_for_many_matrices_of_a_shape_as_for_f
 
 
 def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
-    """With the line that asks for a GPU taken as true: the numbers are those of a CPU in bfloat16."""
+    """The condition that asks for a GPU is made true here, so the numbers are those of a CPU in bfloat16."""
     on_gpu = load('optim.py', ('if u[0].is_cuda:', 'if True:'))
     start, gradients = values()
     moved, dtypes = [], []
@@ -409,7 +410,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(name, compile
 
 @pytest.mark.parametrize('name, compile', [('adamw', False), ('adana', True)])
 def test_the_count_of_a_skipped_step_is_taken_back_when_the_state_is_read(name, compile):
-    """The host has counted a step by the time it learns that the device has skipped it."""
+    """The host has already counted a step when it learns that the device has skipped it."""
     start, gradients = values()
     model, optimizer = build(name, start, compile=compile)
     take_steps(model, optimizer, gradients, [0])
@@ -452,7 +453,7 @@ def test_matrices_are_dealt_out_evenly():
     owners = optim.deal_out(shapes, 4)
     work = [sum(c for c, owner in zip(cost, owners, strict=True) if owner == rank) for rank in range(4)]
     assert max(work) < 1.2 * sum(cost) / 4
-    # The large one first: last, it would come to a rank that has a small one already.
+    # The large one comes first. If it came last, it would go to a rank that has a small one already.
     assert optim.deal_out([(8, 8), (8, 8), (16, 8)], 2) == [1, 1, 0]
 
 
@@ -478,7 +479,7 @@ def test_compiling_repays_only_in_long_runs_of_large_shards():
 
 
 def optimizers_on_ranks(folder, names, layouts):
-    """One rank. Trains Zoo with every optimizer in every layout, saves what it finds as {(name, layout): ...}."""
+    """On one rank: train Zoo with every optimizer in every layout, and save what it finds as {(name, layout): ...}."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     meshes = {
         'plain': lambda: None,
@@ -516,7 +517,7 @@ def optimizers_on_ranks(folder, names, layouts):
 
 
 def sharded_training(rank, folder):
-    """One of two ranks. The 11 rows of embedding and head do not divide evenly."""
+    """On one of two ranks, where the 11 rows of embedding and head do not divide evenly."""
     torch.manual_seed(0)
     model = TinyModel()
     for unit in (model.linear, model):
@@ -524,7 +525,7 @@ def sharded_training(rank, folder):
     full = train(model, steps=5)
     torch.save(full, f'{folder}/sharded_{rank}.pt')
 
-    # fp16: the gradient of rank 1 overflows, that of rank 0 does not.
+    # As in fp16: the gradient of rank 1 overflows, and that of rank 0 does not.
     optimizer = make_optimizer(model, 'adana', **KEYS)
     scaler = torch.amp.GradScaler('cpu', init_scale=4.0)
     scaler.scale(model(torch.arange(10)).square().mean()).backward()

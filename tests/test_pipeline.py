@@ -1,6 +1,6 @@
 """pipeline_manual.py and train_pipeline.py against one process and against torch's schedules.
 
-Ranks run all cases once and return what each of them saw; the tests read that.
+The ranks run all cases once and return what each of them saw, and the tests look at that.
 """
 
 import itertools
@@ -47,7 +47,7 @@ LAYOUTS = [(p, v, m) for p, v, m in LAYOUTS if v == 1 or (p > 1 and m % p == 0)]
 
 
 def picture(stages, chunks, micro_steps):
-    """As pipeline_manual.py and docs/pipeline.md show it; with chunks, letters tell these apart."""
+    """A timetable as pipeline_manual.py and docs/pipeline.md show it. If there are chunks, letters tell them apart."""
     lines = []
     for stage in range(stages):
         cells = []
@@ -78,7 +78,7 @@ def test_each_stage_does_all_of_its_work_once_and_after_what_it_needs(stages, ch
         seen |= {tuple(action) for action in actions if action}
     for actions in per_stage:
         assert len(actions) == len(set(actions)) == 2 * chunks * micro_steps
-    # The work takes 2 v m units of time, and the bubble adds 2 (p - 1): a part of (p - 1) / (v m) of it.
+    # The work takes 2 v m units of time, and the bubble adds 2 (p - 1), which is (p - 1) / (v m) of the work.
     assert len(times) == 2 * chunks * micro_steps + 2 * (stages - 1)
 
 
@@ -97,7 +97,7 @@ def test_one_forward_one_backward_is_warm_up_then_pairs_then_drain(stages, micro
 def test_chunks_with_half_a_group_of_micro_steps_wait_for_each_other_which_is_why_they_are_refused():
     with pytest.raises(AssertionError, match='all wait for each other'):
         pipeline_manual.timetable(4, 3, 5)
-    pipeline_manual.timetable(4, 3, 5, backward=False)  # an evaluation has as many batches as there are
+    pipeline_manual.timetable(4, 3, 5, backward=False)  # an evaluation may have any number of batches
 
 
 def test_the_pictures_are_the_timetable():
@@ -109,7 +109,7 @@ def test_the_pictures_are_the_timetable():
 
 # --- gradients: what the ranks run ------------------------------------------------------------------------------------
 
-# No number of stages divides 5 blocks: parts have 1, 2 or 3. 97 tokens are padded to 128.
+# 5 blocks do not divide by any number of stages, so parts have 1, 2 or 3. A vocabulary of 97 is padded to 128.
 SMALL = dict(n_layer=5, n_head=2, n_embd=24, mlp_hidden_dim=40, vocab_size=97, block_size=16)
 CASES = {  # on 4 ranks; m micro-steps of 2 sequences per pipeline
     'gpt2 tied, 4 stages, m=p': dict(stages=4, micro_steps=4, model=dict(arch='gpt2')),
@@ -132,7 +132,8 @@ CASES = {  # on 4 ranks; m micro-steps of 2 sequences per pipeline
         stages=2, micro_steps=2, model=dict(arch='llama', z_loss=1e-3), tensor=2, checkpointing='full'
     ),
     'llama, 1 stage x 2 x tp 2': dict(stages=1, micro_steps=2, model=dict(arch='llama', n_kv_head=2), tensor=2),
-    # Wide, and 8 micro-steps: of 24 numbers by 2 of them, rounding is more or less by chance.
+    # Wider, and with 8 micro-steps: with a width of 24 and 2 micro-steps the size of rounding errors is a matter of
+    # luck.
     'llama, bf16, 2 stages x tp 2': dict(
         stages=2, micro_steps=8, model=dict(arch='llama', n_embd=96), dtype='bfloat16', tensor=2
     ),
@@ -140,7 +141,8 @@ CASES = {  # on 4 ranks; m micro-steps of 2 sequences per pipeline
 
 
 class Sent(TorchDispatchMode):
-    """Bytes of this rank's messages, of activations, and in a ring of 2 of its all-reduces, as torch sees them."""
+    """Counts the bytes that this rank sends, as torch sees them: messages of activations, and all-reduces in a ring of
+    2."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +168,7 @@ def filled(model):
 
 
 def batches_of(copy, micro_steps, documents, vocab_size=97, B=2, T=16):
-    """[(x, y) or (x, y, starts)] of one pipeline; with unequal numbers of targets, and one row without any."""
+    """[(x, y) or (x, y, starts)] for one pipeline. The numbers of targets differ, and one row has none."""
     batches = []
     for micro_step in range(micro_steps):
         generator = torch.Generator().manual_seed(100 * copy + micro_step)
@@ -188,7 +190,8 @@ def mesh_of(stages, tensor=1):
 
 
 def one_step(stage, pipeline, timetable, batches, loss_factor):
-    """What train_pipeline.py does in a step; returns the sum of the loss and the most micro-steps on their way."""
+    """Do what train_pipeline.py does in a step. Returns the sum of the losses, and how many micro-steps were at most on
+    their way."""
     loss, kept = 0.0, 0
     with pipeline.weights_cast():
         for actions in timetable:
@@ -205,9 +208,10 @@ def one_step(stage, pipeline, timetable, batches, loss_factor):
 
 def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=False, checkpointing='none', tensor=1):
     """
-    One step of a pipeline on these ranks, and of the whole model on this rank alone.
+    One step of a pipeline on these ranks, beside one of the whole model on this rank alone.
 
-    'loss', 'norm', 'gradients' and 'clipped': how many times as far from float64 as this rank alone, the worst tensor.
+    'loss', 'norm', 'gradients' and 'clipped': how many times as far from float64 as this rank alone, for the worst
+    tensor.
     """
     dtype, copies = getattr(torch, dtype), dist.get_world_size() // stages // tensor
     config = ModelConfig(**{**SMALL, **model})
@@ -234,7 +238,7 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     floor = FLOOR if dtype == torch.float32 else FLOOR_IN_HALF
 
     def worst(found, of_one_process, exact):
-        """Of one number, or of this rank's tensors, which may be slices of whole ones."""
+        """The worst factor for a number, or for this rank's tensors, which may be slices of whole ones."""
         if not isinstance(found, dict):
             return times_further(found, of_one_process, exact, floor)
         tensors = [[found[name], of_one_process[name], exact[name]] for name in found]
@@ -293,7 +297,7 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
 
 
 class OfLibrary(nn.Module):
-    """A part as torch.distributed.pipelining wants it; the last one ends before head and loss."""
+    """A part of the model as torch.distributed.pipelining wants it. The last one ends before the head and the loss."""
 
     def __init__(self, stage, part):
         super().__init__()
@@ -311,7 +315,8 @@ class OfLibrary(nn.Module):
 
 
 def run_library(stages, chunks, micro_steps):
-    """The largest error of a gradient, measured by those of torch's schedule; its order of actions, and ours."""
+    """(the largest error of a gradient beside torch's schedule, that schedule's order of actions, and the order
+    here)."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     config = ModelConfig(**{**SMALL, 'arch': 'llama'})
@@ -358,7 +363,7 @@ def run_library(stages, chunks, micro_steps):
 
 
 def run_memory():
-    """(measured, predicted) bytes of activations and logits on this rank of a pipeline over all of them."""
+    """(measured, predicted) bytes of activations and logits on this rank, in a pipeline over all ranks."""
     config = ModelConfig(arch='llama', n_layer=8, n_head=4, n_embd=64, vocab_size=512, block_size=128)
     mesh = mesh_of(dist.get_world_size())
     stage, stages = mesh.get_local_rank('stage'), mesh.size(0)
@@ -450,7 +455,7 @@ LAYOUT = {  # name: (ranks, script, keys); 6 micro-steps on one pipeline, 3 on e
     '2 stages x tp 2': (4, 'train_pipeline.py', ['--tensor_parallel=2']),
 }
 
-SHORT = ['2 stages', '2 stages x 2 copies']  # of these the short suite runs
+SHORT = ['2 stages', '2 stages x 2 copies']  # those that the short suite runs
 
 
 def case(folder, layout, *more, out=None, **options):
@@ -462,7 +467,7 @@ def case(folder, layout, *more, out=None, **options):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, has_slow_tests):
-    """The folder with: each layout, 20 steps; and variants."""
+    """The folder with 20 steps of each layout, and with variants."""
     folder = tmp_path_factory.mktemp('runs')
     bf16 = '--dtype=bfloat16'
     run_many([case(folder, 'one')], 1, folder)
@@ -502,7 +507,7 @@ def test_20_steps_in_bf16_are_near_those_of_one_process_and_fp16_trains(runs):
     for ours, expected in zip(column(runs / 'bf16', 'loss'), column(runs / 'one bf16', 'loss'), strict=True):
         assert abs(ours - expected) <= 2e-3 * expected
     for ours, expected in zip(column(runs / 'fp16', 'loss'), column(runs / 'one', 'loss'), strict=True):
-        assert abs(ours - expected) <= 5e-3 * expected  # a step may have been left out, for its loss scale
+        assert abs(ours - expected) <= 5e-3 * expected  # the loss scale may have skipped a step
 
 
 def test_with_dropout_a_resumed_run_is_bit_equal(runs):
@@ -553,7 +558,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_resumes_it_and_a_file_s
 
 
 def sleep_in_the_middle(out_dir):
-    """Rank 1 of 3 sleeps in its second forward, when rank 0 is further and rank 2 not as far in its own work."""
+    """Rank 1 of 3 sleeps in its second forward, at which rank 0 has done more of its work already and rank 2 less."""
     rank = dist.get_rank()
     write_output_to(f'{out_dir}/said_{rank}', f'{out_dir}/said_{rank}')
     mesh = mesh_of(3)
@@ -581,7 +586,7 @@ def test_a_sleeping_rank_in_the_middle_of_a_pipeline_is_named(tmp_path):
     assert join_all(processes, 100) == []
     said = ''.join((tmp_path / f'said_{rank}').read_text() for rank in range(3))
     lines = re.findall(r'error: (.*)', said)
-    assert lines, said  # of the first that has seen it; the others may find that rank's connections closed
+    assert lines, said  # from the first rank that sees it; the others may only find its connections closed
     for line in lines:
         assert re.match(r"rank 1 .* \d+ s .*'forward' .*step 2\b", line), said
 
@@ -616,7 +621,7 @@ def test_the_head_counts_as_much_as_torch_counts():
     with FlopCounterMode(display=False) as head:
         model.head(torch.randn(1, 64, 24))
     of_padding = config.vocab_size / config.padded_vocab_size
-    # Of attention it counts either nothing, on a CPU, or all keys, and not the half that causal attention looks at.
+    # For attention PyTorch counts either nothing (on a CPU) or all keys, and not only the half that is not masked.
     in_matmuls = sum(count for op, count in block.get_flop_counts()['Global'].items() if 'mm' in str(op))
     attention = 2 * 2 * 64 * 64 * config.n_head * config.head_dim / 2
     share = head.get_total_flops() * of_padding / (in_matmuls + attention)
@@ -638,7 +643,7 @@ def test_the_head_counts_as_much_as_torch_counts():
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_what_would(tmp_path, keys, says):
-    """By what the script calls before there is a process group."""
+    """By the checks that the script makes before there is a process group."""
     values = {'pipeline_stages': 4, 'pipeline_chunks': 1, 'n_layer': 4, 'batch_size': 2, 'global_batch_size': 12}
     values |= {**ModelConfig(**SMALL).to_dict(), 'n_layer': 4}
     values |= {key[2:]: int(value) for key, value in (text.split('=') for text in keys)}

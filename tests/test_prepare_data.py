@@ -1,4 +1,4 @@
-"""prepare_data.py from the command line: what it reads, the shards it writes, kills, and bad input."""
+"""prepare_data.py from the command line: what it reads, the shards that it writes, kills, and bad input."""
 
 import collections
 import csv
@@ -110,7 +110,7 @@ def test_synthetic_needs_nothing(tmp_path):
 
 @pytest.fixture(scope='module')
 def text_folder(tmp_path_factory):
-    """3 MB in 300 files, one of them 2 MB long: several units, and documents that begin and end within them."""
+    """3 MB in 300 files, one of them with 2 MB: several units of work, and documents that begin and end inside them."""
     folder = tmp_path_factory.mktemp('texts')
     for number, text in enumerate(make_texts(300, words=500)):
         (folder / f'{number:03}.txt').write_text(text, encoding='utf-8')
@@ -193,7 +193,7 @@ def test_cutting_a_long_text_leaves_it_whole_and_its_words_too():
         for piece in pieces:
             piece.decode()
     assert list(reading.cut_up(b'one two three', 9)) == [b'one two', b' three']
-    assert list(reading.cut_up(b'\xff\x80' * 600, 1000))  # no UTF-8 at all: still an end
+    assert list(reading.cut_up(b'\xff\x80' * 600, 1000))  # it also ends if nothing is UTF-8
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_of_few_documents_the_validation_split_has_about_the_share_that_was_aske
         first, end = encoding.choose_by_size(sizes, 0.01)
         chosen = [size for number, size in sizes.items() if first <= number < end]
         assert 0.005 < sum(chosen) / sum(sizes.values()) < 0.015
-    even = {number << 54: 100 for number in range(1024)}  # here chance is near enough, so a document stays where it is
+    even = {number << 54: 100 for number in range(1024)}  # chance comes near enough here, so no document moves
     assert encoding.choose_by_size(even, 0.1) == (0, int(0.1 * 2**64))
     assert encoding.choose_by_size({5: 1, 7: 1000}, 0.01) == (5, 7)
     assert encoding.choose_by_size({5: 1000, 7: 1}, 0.01) == (7, 2**64)
@@ -392,7 +392,7 @@ def test_repeated_documents_are_left_out_also_after_a_kill(tmp_path):
     prepare(tmp_path, f'--dataset={tmp_path}/once.jsonl', *options)
     command = (f'--dataset={tmp_path}/repeated.jsonl', '--dedup', *options)
     dataset = tmp_path / 'data' / 'repeated-bytes'
-    start_and_kill_at(dataset / 'train_000012.bin', tmp_path, *command)  # behind the first unit
+    start_and_kill_at(dataset / 'train_000012.bin', tmp_path, *command)  # after the first unit
     text = prepare(tmp_path, *command).stdout
     assert 'going on behind' in text and f'the same as one before ({len(repeated) - len(texts):,})' in text
     assert documents_of(dataset, 'train') == documents_of(tmp_path / 'data' / 'once-bytes', 'train')
@@ -438,7 +438,7 @@ def test_peek_prints_windows_with_source_and_borders(tmp_path):
 
 
 def texts_in(path, text_field=None, **options):
-    """(documents, notes, Source) of what lies there, read in this process."""
+    """(documents, notes, Source) of what is at `path`, read in this process."""
     source, notes = sources.find_source(str(path), text_field, **options), collections.Counter()
     pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
     documents = [text.decode() for piece in pieces for text in reading.documents_of(piece, text_field, notes)]
@@ -454,7 +454,7 @@ def test_tables_are_read_as_rows(tmp_path):
     assert texts_in(tmp_path / 'b.tsv', 'body')[0] == ['x, y']
     with pytest.raises(ValueError, match="'text', .*--text_field.*: body, n"):
         texts_in(tmp_path / 'b.tsv')
-    documents, _, source = texts_in(tmp_path)  # in a tree it is left out, and named
+    documents, _, source = texts_in(tmp_path)  # in a tree of files it is left out, and a note names it
     assert len(documents) == 2 and "b.tsv: has no field 'text'" in source.skipped[0]
     (tmp_path / 'c.csv').write_bytes('question,answer\nGröße?,1\n'.encode() + 'Größe?,2\n'.encode('latin-1'))
     source, notes = sources.find_source(str(tmp_path / 'c.csv')), collections.Counter()
@@ -576,7 +576,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(text_folder, tmp_path
     dataset = tmp_path / 'killed' / 'data' / 'killed'
     assert len(expected) > 12
 
-    # In the first unit, of which no state is saved; behind it; and before a later state takes the place of its own.
+    # Killed in the first unit, when no state is saved yet; after it; and before a later state replaces the first one.
     for number, before in ((1, '*'), (9, '*'), (9, 'unfinished.json')):
         shard = dataset / f'train_{number:06}.bin'
         workers = start_and_kill_at(shard, tmp_path / 'killed', *arguments, before=before)
@@ -593,7 +593,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(text_folder, tmp_path
 def test_a_half_made_dataset_is_not_continued_with_something_else(text_folder, tmp_path):
     arguments = [f'--dataset={text_folder}', '--tokenizer=bytes', '--shard_tokens=60000', '--name=half']
     dataset = tmp_path / 'data' / 'half'
-    start_and_kill_at(dataset / 'train_000025.bin', tmp_path, *arguments)  # behind the first unit of a MB
+    start_and_kill_at(dataset / 'train_000025.bin', tmp_path, *arguments)  # after the first unit of one MB
     before = contents(dataset)
     error = error_of(tmp_path, *arguments, '--seed=2')
     assert re.search('seed=1337, .* 2.*--name', error)
@@ -659,7 +659,7 @@ def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['large.txt', 'large.jsonl', 'large.parquet', 'equal.parquet'])
 def test_a_large_file_is_read_in_small_units(name, tmp_path):
-    if name == 'equal.parquet':  # 20 MB of text, of which the file has 1 kB
+    if name == 'equal.parquet':  # 20 MB of text in a file of 1 kB
         pyarrow.parquet.write_table(pyarrow.table({'text': ['time and tide ' * 70] * 20_000}), tmp_path / name)
     else:
         write_large(tmp_path / name, 20)
@@ -674,7 +674,7 @@ def test_a_large_file_is_read_in_small_units(name, tmp_path):
 
 
 def peak_memory(folder, *arguments):
-    """Megabytes resident in prepare_data.py and its two workers together, at most; shared pages count in each."""
+    """The peak of resident megabytes of prepare_data.py and its two workers together; shared pages count in each."""
     command = [sys.executable, str(REPO / 'prepare_data.py'), f'--data_dir={folder}/data', '--num_proc=2', *arguments]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     peak = 0
@@ -691,7 +691,7 @@ def peak_memory(folder, *arguments):
 
 
 def write_large(path, megabytes):
-    """One file, whatever its size: a text, JSON lines, or parquet with a single row group."""
+    """Write one file of so many megabytes: a text, JSON lines, or parquet with a single row group."""
     paragraphs = make_texts(400, words=400)
     size = sum(len(text.encode()) for text in paragraphs)
     repetitions = megabytes * 1_000_000 // size + 1
@@ -900,7 +900,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def entries(self, folder):
-        """What lies in a folder of the repository."""
+        """What is in a folder of the repository."""
         if not folder and 'recursive=true' not in self.path:
             return [{'type': 'directory', 'path': 'sample', 'oid': '0' * 40, 'size': 0}]
         return [

@@ -1,4 +1,4 @@
-"""What a new user does first: quickstart.sh on a fresh clone, and the environment it makes."""
+"""What a new user does first: quickstart.sh in a fresh clone, and the environment that it makes."""
 
 import os
 import re
@@ -18,7 +18,7 @@ SCRIPTS = ['quickstart.sh', 'setup_env.sh', 'tests/run.sh', 'tests/versions.sh',
 
 @pytest.fixture(scope='module')
 def clone(tmp_path_factory):
-    """A copy of the project without what runs and tests left in it."""
+    """A copy of the project without what runs and tests have left in it."""
     folder = tmp_path_factory.mktemp('clone') / 'project'
     left_out = shutil.ignore_patterns('.git', '.venv', 'data', 'out', '__pycache__', '.*_cache', 'wandb')
     shutil.copytree(REPO, folder, ignore=left_out)
@@ -26,7 +26,7 @@ def clone(tmp_path_factory):
 
 
 def bash(*command, folder, **env):
-    """A CompletedProcess of bash; `python3` is the interpreter of these tests."""
+    """The CompletedProcess of a command of bash, for which `python3` is the interpreter of these tests."""
     env = environment(**{'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', **env})
     return subprocess.run(['bash', *command], cwd=folder, env=env, capture_output=True, text=True, timeout=1200)
 
@@ -60,7 +60,7 @@ def test_an_interpreter_that_has_everything_is_used_as_it_is(clone):
 
 
 def write_wheel(folder, name, version):
-    """A package of one empty module, for pip to find in `folder`."""
+    """Write a package with one empty module into `folder`, where pip finds it."""
     info = f'{name}-{version}.dist-info'
     with zipfile.ZipFile(folder / f'{name}-{version}-py3-none-any.whl', 'w') as wheel:
         wheel.writestr(f'{name}.py', '')

@@ -1,4 +1,4 @@
-"""The way of docs/real_model.md with the real model and a real task, which benchmarks/real_model.py has from PyPI."""
+"""The commands of docs/real_model.md, with a real model and a real task that benchmarks/real_model.py fetches."""
 
 import json
 import random
@@ -18,7 +18,7 @@ COMMAND = [sys.executable, str(REPO / 'benchmarks' / 'real_model.py')]
 
 @pytest.fixture(scope='module')
 def real(tmp_path_factory):
-    """The folder real/ of the checkout, or one made for these tests where the packages can be fetched."""
+    """The folder real/ of the checkout, or one that is made for these tests if the packages can be fetched."""
     if (REPO / 'real' / 'smollm2').is_dir() and (REPO / 'real' / 'datasets').is_dir():
         return REPO / 'real'
     to = tmp_path_factory.mktemp('real')
@@ -33,7 +33,7 @@ def real(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def tuned(real, tmp_path_factory):
-    """out_dir of some steps of config/smollm2_gsm8k.py on questions that have one answer."""
+    """The out_dir of a few steps of config/smollm2_gsm8k.py, on questions with one right answer each."""
     folder = tmp_path_factory.mktemp('tuned')
     rows = [{'question': f'How much is {a} + {a}?', 'answer': f'It is {2 * a}.\n#### {2 * a}'} for a in range(200)]
     (folder / 'sums.jsonl').write_text('\n'.join(map(json.dumps, rows)))
@@ -48,7 +48,7 @@ def tuned(real, tmp_path_factory):
 
 
 def test_gigatoken_gives_the_tokenizers_ids(real, tmp_path):
-    """Its vocabulary lacks single bytes, among them 0x04."""
+    """Also for text with bytes that its vocabulary lacks, such as 0x04."""
     draw = random.Random(1)
     texts = [''.join(map(chr, draw.choices(range(1, 400), k=300))) for _ in range(200)]
     (tmp_path / 'texts.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))

@@ -1,4 +1,4 @@
-"""Interrupted and resumed is the same as uninterrupted, under every strategy and from one to another."""
+"""A run that was interrupted and resumed equals one that was not, under every strategy and from one to another."""
 
 import os
 import re
@@ -25,7 +25,7 @@ RUN = [
 ]
 
 
-NOISY = ('--dropout=0.1', '--dtype=float16')  # noise and the loss scale have to go on where they stopped
+NOISY = ('--dropout=0.1', '--dtype=float16')  # noise and the loss scale must also go on where they stopped
 
 
 SHORT = ['ddp', 'fsdp', 'manual_noisy']  # the runs of the short suite
@@ -72,7 +72,7 @@ def runs(tmp_path_factory, data_dir, has_slow_tests):
 
 
 def interrupted_copy(runs, name, copy):
-    """A copy of a finished run as it was when step 10 had been saved: what a kill at step 17 leaves."""
+    """A copy of a finished run as a kill at step 17 would have left it, when step 10 had been saved."""
     shutil.copytree(runs / name, runs / copy)
     shutil.rmtree(runs / copy / 'checkpoints' / 'step_00000020')
     (runs / copy / 'DONE').unlink()
@@ -108,7 +108,7 @@ def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(ru
 
     for saved in repeated:
         assert_bit_equal(final_weights(runs / f'{saved}_again'), final_weights(runs / saved))
-        assert column(runs / f'{saved}_again', 'loss') == column(runs / saved, 'loss')  # each step stands once
+        assert column(runs / f'{saved}_again', 'loss') == column(runs / saved, 'loss')  # each step has one row
         assert column(runs / f'{saved}_again', 'step') == list(range(1, 21))
         again, whole = (
             checkpoint.read_state(runs / name / 'checkpoints' / 'step_00000020') for name in (f'{saved}_again', saved)
@@ -120,7 +120,7 @@ def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(ru
 
 @pytest.mark.slow
 def test_1_and_4_ranks_resume_bit_equal_and_4_go_on_with_what_1_saved(runs, data_dir):
-    """With what is above for 2 ranks, the matrix of 1, 2 and 4 ranks under every strategy."""
+    """Together with the tests above, which have 2 ranks, this is the matrix of 1, 2 and 4 ranks, for every strategy."""
     for nproc, more in ((1, ()), (4, ('--batch_size=1',))):
         cases, runs_of = [], {}
         for strategy in STRATEGIES:
@@ -155,7 +155,7 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_and_touches_nothing(runs
 def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir):
     out_dir = runs / 'killed'
     keys = arguments(data_dir, out_dir, '--max_iters=20')
-    hang = {'kind': 'hang', 'rank': 0, 'step': 3 * 15}  # 3 micro-steps a step: it does not end before it is killed
+    hang = {'kind': 'hang', 'rank': 0, 'step': 3 * 15}  # 3 micro-steps per step; it cannot end before it is killed
     job = Job('train_ddp.py', keys, 2, runs / 'killed.log', fault=hang, torchrun=True)
     job.wait_for((out_dir / 'checkpoints' / 'step_00000010').exists)
     send(job.pid)  # torchrun: its ranks end with it
@@ -196,7 +196,7 @@ def test_keeps_the_last_checkpoints_and_always_one_at_max_iters(runs):
 
 @pytest.mark.slow
 def test_a_file_named_stop_ends_a_run_on_all_ranks_with_nothing_lost(runs, data_dir):
-    """The same command goes on where it stopped, and ends with the weights of the run that was never stopped."""
+    """The same command goes on where the run stopped, and ends with the weights of a run that was never stopped."""
     out_dir = runs / 'stopped'
     script, *options = STRATEGIES['manual']
     keys = arguments(data_dir, out_dir, '--max_iters=20', *options)

@@ -1,5 +1,5 @@
-"""sample.py on what train_fsdp.py saved from two ranks and train_ddp.py from one, and on folders of transformers; the
-engine behind it on tiny models of both. Fine-tuned runs are sampled in test_export_finetuned.py."""
+"""sample.py on checkpoints of train_fsdp.py (two ranks) and train_ddp.py (one rank), and on folders of transformers;
+the generation behind it on tiny models of both kinds. test_export_finetuned.py samples fine-tuned runs."""
 
 import json
 import runpy
@@ -25,8 +25,8 @@ SAMPLE = ['--max_new_tokens=40', '--num_samples=1', '--prompt=def ']
 
 @pytest.fixture(scope='module')
 def runs(data_dir, tmp_path_factory):
-    """The same run twice: 'fsdp' on two ranks and 'ddp' on one, each with checkpoints of steps 2 and 4; and 'enoki',
-    which transformers has no class for."""
+    """The same run twice, 'fsdp' on two ranks and 'ddp' on one, each with checkpoints of steps 2 and 4; and 'enoki',
+    for which transformers has no class."""
     folder = tmp_path_factory.mktemp('runs')
     run = [*TINY_MODEL, *TINY_RUN, *TRAIN, f'--data_dir={data_dir}', '--checkpoint_interval=2']
     run_forked('train_fsdp.py', *run, f'--out_dir={folder / "fsdp"}', nproc=2, log=folder / 'fsdp.log')
@@ -37,7 +37,7 @@ def runs(data_dir, tmp_path_factory):
 
 @pytest.fixture
 def start(monkeypatch, capsys):
-    """start(*arguments): runs sample.py as it stands, in this process, and returns (text, what it noted)."""
+    """start(*arguments): runs sample.py itself, in this process, and returns (text, notes)."""
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # sample.py installs its own: put this one back afterwards
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
 
@@ -45,7 +45,7 @@ def start(monkeypatch, capsys):
         monkeypatch.setattr(sys, 'argv', ['sample.py', '--device=cpu', '--dtype=float32', *map(str, arguments)])
         torch.backends.cuda.enable_cudnn_sdp(True)
         runpy.run_path(str(REPO / 'sample.py'), run_name='__main__')
-        assert not torch.backends.cuda.cudnn_sdp_enabled()  # it would make a plan for every new length
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # cuDNN would make a plan for every new length
         captured = capsys.readouterr()
         return captured.out, captured.err
 
@@ -54,7 +54,7 @@ def start(monkeypatch, capsys):
 
 @pytest.fixture
 def sample(start):
-    """sample(out_dir, *arguments): 40 tokens behind "def ", unless they say otherwise."""
+    """sample(out_dir, *arguments): 40 tokens after "def ", unless the arguments say otherwise."""
     return lambda out_dir, *arguments: start(f'--out_dir={out_dir}', *SAMPLE, *arguments)
 
 
@@ -100,7 +100,7 @@ def test_what_the_tokenizer_puts_before_a_text_stands_before_the_prompt_once(run
     model = GPT(ModelConfig(**state['identity']['model'])).eval()
     model.load_state_dict(weights | {'head.weight': weights.get('head.weight', weights['embed.weight'])})
 
-    def goes_on(tokens):  # the likeliest token at a time
+    def goes_on(tokens):  # with the likeliest token each time
         row = list(tokens)
         while len(row) < len(tokens) + 12 and (row[-1] != 256 or len(row) == len(tokens)):
             row.append(model(torch.tensor([row]))[0, -1].argmax().item())
@@ -284,7 +284,7 @@ def test_a_conversation_over_a_pipe_remembers_what_was_said(chat_model, start, t
         return json.loads(start(*options, file)[0])['answer']
 
     def say(line, messages):
-        """Send a line, and compare the answer, which comes before the next line is sent, with that of a whole row."""
+        """Send a line and compare the answer, which must come before the next line, with that to the whole chat."""
         process.stdin.write(f'{line}\n'.encode())
         process.stdin.flush()
         expected = expect([*messages, {'role': 'user', 'content': line}])
@@ -313,7 +313,7 @@ def test_an_empty_line_ends_a_conversation(chat_model):
 
 
 def sentencepiece(tmp_path):
-    """A tokenizer that writes spaces into words, and bytes where it has no word, as Llama 2's."""
+    """A tokenizer like Llama 2's: words contain their spaces, and bytes stand for what is in no word."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The two-minute part: the path of a new user, with the real commands, small."""
+"""The two-minute part of the suite: what a new user does, with the real commands, only smaller."""
 
 import re
 import resource
@@ -93,7 +93,7 @@ def test_help_comes_at_once_since_it_imports_nothing_large(script):
 
 @pytest.mark.slow
 def test_a_short_run_costs_little_more_than_to_import_torch(data_dir, tmp_path):
-    """In CPU time of the whole process: 1.5 times as much."""
+    """At most 1.5 times as much, in CPU time of the whole process."""
 
     def cpu_seconds(*command):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

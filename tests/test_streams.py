@@ -1,4 +1,4 @@
-"""No race between streams in the code as it stands, and one as soon as any of its waits is taken away."""
+"""The code has no race between streams (see streams.py), and has one as soon as any of its waits is taken away."""
 
 import unittest.mock
 from concurrent.futures import Future
@@ -26,7 +26,7 @@ def assert_faults(checker, removed):
 
 @pytest.fixture
 def fake_group():
-    """Rank 1 of so many, whose collectives do nothing."""
+    """A process group in which this is rank 1 of so many, and collectives do nothing."""
 
     def begin(ranks):
         dist.init_process_group('fake', store=FakeStore(), rank=min(1, ranks - 1), world_size=ranks)
@@ -52,7 +52,7 @@ def train_sharded(
 ):  # fmt: skip
     """Two steps of two micro-steps with an evaluation between them, under a Checker.
 
-    experts: those of a mixture are sharded over so many of the ranks (they are not sent around: nothing else is).
+    experts: over how many ranks the experts of a mixture are sharded; tokens are not sent to them here.
     """
     fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA, *removed)
     fsdp_manual.Event = Event
@@ -79,7 +79,7 @@ def train_sharded(
     checker = fsdp_manual.CHECKER = Checker()
     has_memory = fsdp_manual.Room.has_memory
 
-    def give_back_or_take(room, wanted):  # resize_() of a storage is no operation that the dispatcher sees
+    def give_back_or_take(room, wanted):  # the dispatcher does not see resize_() of a storage
         storage = room.flat.untyped_storage()
         if (storage.size() > 0) and not wanted and storage._cdata in checker.memories:
             checker.free(storage._cdata)
@@ -111,7 +111,7 @@ def train_sharded(
 
 
 def sharding(**case):
-    """Arguments of train_sharded(); a case that changes several things at once is slow."""
+    """Arguments of train_sharded(). A case that changes several things at once is marked slow."""
     name = ' '.join(f'{key}={value}' for key, value in case.items()) or 'default'
     return pytest.param(case, id=name, marks=pytest.mark.slow if len(case) > 1 else ())
 
@@ -201,8 +201,8 @@ def train_diloco(
     removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', error_feedback=True, on_host=False, rehearses=False,
     resumes=False,
 ):  # fmt: skip
-    """Three rounds of four steps, in which somebody reads the whole state. resumes: after step 6, with something in
-    flight, another Outer goes on from it."""
+    """Three rounds of four steps, in the middle of which the whole state is read. resumes: after step 6, when something
+    is in flight, another Outer goes on from that state."""
     diloco = load('diloco.py', *DILOCO_AS_ON_CUDA, *removed)
     diloco.digest = lambda tensors: sum(tensor.sum() for tensor in tensors)
     parameters = {f'blocks.{number}.w': nn.Parameter(torch.randn(40, 16)) for number in range(2)}
@@ -323,8 +323,8 @@ AS_ON_CUDA_MOMENTS = [
 
 
 def train_offloaded(removed=(), resumes=False):
-    """Three steps of an optimizer in four parts; the host reads the state behind each. resumes: there are moments of a
-    checkpoint before the first."""
+    """Three steps of an optimizer in four parts; the host reads the state after each. resumes: moments come from a
+    checkpoint before the first step."""
     offload = load('runtime/offload.py', *removed, *AS_ON_CUDA_MOMENTS)
     parameters = [nn.Parameter(torch.randn(64)) for _ in range(4)]
     checker = offload.CHECKER = Checker()
@@ -382,8 +382,8 @@ AS_ON_CUDA_INPUTS = [
 
 
 def train_with_inputs_on_host(removed=(), forwards=1, mode='offload'):
-    """(gradients, checker, inputs that went to the host) of two steps. forwards: so many before the first backward, as
-    in a pipeline."""
+    """(gradients, checker, inputs that went to the host) of two steps. forwards: how many there are before the first
+    backward, as in a pipeline."""
     offload = load('runtime/offload.py', *removed, *AS_ON_CUDA_INPUTS)
     model = GPT(ModelConfig(arch='llama', n_layer=4, n_head=2, n_embd=16, vocab_size=64, block_size=8, dropout=0.1))
     torch.manual_seed(1)
@@ -407,7 +407,7 @@ def test_inputs_on_their_way_have_no_race_and_change_no_number(forwards):
     expected, _, _ = train_with_inputs_on_host(forwards=forwards, mode='none')
     gradients, checker, to_host = train_with_inputs_on_host(forwards=forwards)
     assert_faults(checker, removed=False)
-    assert to_host == 2 * (4 * forwards - 1)  # of 4 blocks; the last one of a step is needed at once
+    assert to_host == 2 * (4 * forwards - 1)  # 4 blocks; the last one's in a step is needed at once
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
@@ -432,7 +432,7 @@ def test_without_a_wait_inputs_on_their_way_have_a_race(wait):
 
 
 class AtOnce:
-    """In place of ThreadPoolExecutor: what is submitted runs now, which is as early as a thread may run it."""
+    """In place of ThreadPoolExecutor: runs what is submitted immediately, as early as a thread could."""
 
     def __init__(self, **options):
         pass
@@ -450,7 +450,7 @@ AS_IT_IS = [('part.to(device, non_blocking=True)', 'CHECKER.copy(part)')]
 
 
 def prefetch(copies=AS_IT_IS, memory_is_used_again=False):
-    """Batches that a thread makes in page-locked memory while the GPU has not copied those before them."""
+    """A thread makes batches in page-locked memory while the GPU has not copied earlier ones yet."""
     data = load('data.py', *copies)
     data.ThreadPoolExecutor = AtOnce
     checker, beside = Checker(), Stream()
@@ -475,7 +475,7 @@ def prefetch(copies=AS_IT_IS, memory_is_used_again=False):
 
 
 def test_batches_that_run_ahead_have_no_race():
-    """There is no wait to be taken away: the copy is in the stream that computes, each batch in memory of its own."""
+    """There is no wait to take away: copies are in the stream that computes, and each batch has memory of its own."""
     assert_faults(prefetch(), removed=False)
 
 
@@ -489,7 +489,7 @@ def test_batches_would_have_a_race_in_a_stream_of_their_own_or_in_the_same_memor
 
 
 def stage(removed=()):
-    """A checkpoint is copied to the host, for a thread to write."""
+    """A checkpoint is copied to the host, where a thread writes it."""
     checkpoint = load(
         'runtime/checkpoint.py', ('any(local_piece(tensor).is_cuda for tensor in tensors.values())', 'True'), *removed
     )
@@ -508,7 +508,7 @@ def test_a_checkpoint_is_on_the_host_before_it_is_written():
 
 
 class AtLast:
-    """In place of ThreadPoolExecutor: what is submitted runs when its result is asked for, as late as a thread may."""
+    """In place of ThreadPoolExecutor: runs what is submitted once its result is asked for, as late as a thread may."""
 
     def __init__(self, **options):
         pass
@@ -518,7 +518,7 @@ class AtLast:
 
 
 def save_twice(removed=(), thread=AtOnce):
-    """(checker, what was written of each step) of two checkpoints that a thread writes while training goes on."""
+    """(checker, what was written for each step) of two checkpoints that a thread writes while training goes on."""
     checkpoint = load(
         'runtime/checkpoint.py',
         ('any(local_piece(tensor).is_cuda for tensor in tensors.values())', 'True'),
@@ -577,11 +577,11 @@ def test_checkpoints_that_a_thread_writes_are_those_of_their_steps():
 def test_without_a_wait_checkpoints_are_damaged():
     copied, written = WAITS_OF_SAVES.values()
     assert_faults(save_twice([copied])[0], removed=True)
-    assert save_twice([written], thread=AtLast)[1].keys() == {2}  # and nobody would know of an error in the first
+    assert save_twice([written], thread=AtLast)[1].keys() == {2}  # an error in the first one would go unnoticed
 
 
 def measure(removed=()):
-    """Three steps, timed by events."""
+    """Three steps that are timed by events."""
     meter = load('runtime/meter.py', *removed)
     meter.device_name, meter.memory_gb = lambda device: 'a GPU', lambda device: {}
     with Checker() as checker:
@@ -605,7 +605,7 @@ def test_a_step_is_over_before_its_time_is_read(fake_group):
 
 
 def decide(removed_in_health=(), removed_in_optim=()):
-    """Two steps whose decision the host reads late, to report it and to count the steps."""
+    """Two steps. Whether a step was skipped the host reads late, to report it and to count steps."""
     health = load(
         'runtime/health.py',
         ("return device.type == 'cuda'", 'return True'),
@@ -645,7 +645,7 @@ def test_a_decision_is_on_the_host_before_it_is_read(fake_group):
 
 
 def read_gradients(removed=()):
-    """DeepSpeed has copied gradients to the host, and we ask for them."""
+    """DeepSpeed has copied gradients to the host, and the script asks for them."""
     deepspeed_engine = load('deepspeed_engine.py', *removed)
     with Checker() as checker:
         flat = torch.zeros(8)
@@ -669,7 +669,7 @@ def test_gradients_of_deepspeed_are_on_the_host_before_they_are_read():
 
 
 def test_the_checker_sees_what_two_streams_do():
-    """By hand: a write in one stream and a read in another, with and without an event between them."""
+    """A write in one stream and a read in another, by hand, with and without an event between them."""
     for waits, other_bytes, expected in ((True, False, 0), (False, False, 1), (False, True, 0)):
         with Checker() as checker:
             tensor, side = torch.zeros(8), Stream()

@@ -1,6 +1,7 @@
 """
-While a GPU computes, the host queues what comes next. Where the host asks for a number instead, the GPU runs empty. So
-between two lines of the log nothing is read but what is on the host anyway, or was computed a step ago.
+While a GPU computes, the host should queue what comes next. If the host asks the GPU for a number, it has to wait, and
+then the GPU has nothing to do. So between two lines of the log the code may only read what is on the host anyway, or
+what was computed a step ago.
 """
 
 import pytest
@@ -22,13 +23,13 @@ ON_THE_HOST = {
 
 
 def reads_of(folder, script, *more):
-    """[{line of ours: how often it has read a tensor}] of two ranks."""
+    """[{line of this project: how often it has read a tensor}] of two ranks."""
     arguments = [*TINY, f'--max_iters={STEPS}', f'--out_dir={folder}', *more]
     case = {'name': 'run', 'script': script, 'arguments': arguments, 'reads': True}
     return run_many([case], 2, folder)['run']['reads']
 
 
-COUNTS = {'optim.py: if skip.item():': STEPS - 1}  # whether the step before was skipped, copied as the loss above
+COUNTS = {'optim.py: if skip.item():': STEPS - 1}  # whether the step before was skipped; copied like the loss above
 # Without torch.compile the kernels of ADANA cannot take the flag, so the optimizer reads it before it starts.
 WAITS = {'optim.py: if not on_device and bool(skip):': STEPS}
 
@@ -69,7 +70,7 @@ def test_nor_does_it_in_a_pipeline(tmp_path):
 
 @pytest.mark.slow
 def test_nor_where_ranks_share_sequences_of_several_documents(data_dir, tmp_path):
-    """The host knows where documents begin: it need not ask the device for what it has sent there."""
+    """The host knows where documents begin, so it need not ask the device for what it has sent there."""
     keys = ['--dataset=tiny', f'--data_dir={data_dir}', '--windows=documents', '--context_parallel=2', '--arch=llama']
     for places in reads_of(tmp_path, 'train_fsdp.py', *keys, '--vocab_size=257'):
         in_each_step = {place: times for place, times in places.items() if times >= STEPS}
@@ -85,7 +86,7 @@ def test_the_beginnings_of_documents_stay_on_the_host_for_who_wants_them_there()
 
 @pytest.mark.parametrize('name', optim.OPTIMIZERS)
 def test_an_update_needs_no_number_from_the_device(name, monkeypatch):
-    """On the device 'meta' there are no numbers: to read one raises an error."""
+    """On the device 'meta' there are no numbers, so reading one raises an error."""
     monkeypatch.setattr(torch, 'compile', lambda function, **_: function)
     optim.compiled.cache_clear()
     with torch.device('meta'):
@@ -96,8 +97,8 @@ def test_an_update_needs_no_number_from_the_device(name, monkeypatch):
         for is_last in (False, True):
             model(tokens, tokens)[0].backward()
             grad_norm = optim.clip_grad_norm_(model.parameters(), 1.0)
-            # A step after this one would read the flag, which on a GPU has arrived by then. The optimizers without
-            # skips_on_device wait for it.
+            # Only the last step gets the flag: a step after it would read the flag, which on a GPU has arrived by then.
+            # Optimizers without skips_on_device wait for it.
             takes_flag = is_last and getattr(opt, 'skips_on_device', False)
             opt.step(skip=(~grad_norm.isfinite()).float() if takes_flag else False)
             opt.zero_grad()

@@ -1,6 +1,6 @@
-"""tensor_manual.py against one process: the same losses, gradients and checkpoints, the bytes that its text promises.
+"""tensor_manual.py against one process: equal losses, gradients and checkpoints, and the bytes that its text promises.
 
-Ranks run all cases once and return what each of them saw; the tests read that.
+The ranks run all cases once and return what each of them saw, and the tests look at that.
 """
 
 import re
@@ -30,7 +30,7 @@ from planning import memory, traffic
 from runtime import checkpoint, meter
 
 CPU = torch.device('cpu')
-BATCH, T, VOCABULARY = 4, 32, 90  # padded to 128: of 4 ranks the last one has nothing but padding
+BATCH, T, VOCABULARY = 4, 32, 90  # padded to 128, so the last of 4 ranks has nothing but padding
 SIZES = dict(n_layer=2, n_head=4, n_embd=24, mlp_hidden_dim=40, vocab_size=VOCABULARY, block_size=T)
 GPT2 = dict(arch='gpt2', **SIZES)
 ENOKI = dict(arch='enoki', head_dim=8, **SIZES)
@@ -64,7 +64,7 @@ CASES = {
         'cp2_gpt2': dict(context=2, model=GPT2, checkpointing='full'),
     },
 }
-SHORT = ['tp4_gpt2', 'dp2_manual', 'cp2_gpt2']  # of 4 ranks: each other kind of parallelism
+SHORT = ['tp4_gpt2', 'dp2_manual', 'cp2_gpt2']  # on 4 ranks: alone, and with each other kind of parallelism
 STEPS = 20
 
 
@@ -72,7 +72,8 @@ STEPS = 20
 
 
 def batch_of(step, packed):
-    """x, y (BATCH, T), some targets ignored, in step 0 all of the middle half; if packed, starts of documents, too."""
+    """x, y (BATCH, T); if packed, also where documents begin. Some targets are ignored, in step 0 all of the middle
+    half."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (3, BATCH, T + 1), generator=generator).amin(0)  # small ones are likelier
     x, y = tokens[:, :-1], tokens[:, 1:].clone()
@@ -119,7 +120,7 @@ class Layout:
             fully_shard(self.raw, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
 
     def train(self, steps, gradients=None):
-        """[(loss, gradient norm) of each step], as train_fsdp.py has it. Fills `gradients` by the first step."""
+        """[(loss, gradient norm) of each step], as in train_fsdp.py. `gradients` gets those of the first step."""
         case, shared = self.case, 1 if self.alone else self.case['tensor'] * self.case['context']
         copies = 1 if self.alone else case['tensor']
         rows = BATCH * shared // self.ranks
@@ -145,7 +146,7 @@ class Layout:
         return history
 
     def whole(self, tensors):
-        """{name: whole tensor}, put together from what all ranks hold; collective."""
+        """{name: whole tensor}, put together from what all ranks hold. Collective."""
         full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
         if self.tensor is None:
             return {name: tensor.clone() for name, tensor in full.items()}
@@ -173,14 +174,15 @@ class Layout:
 
 def compare(case):
     """
-    How many times as far from a float64 run as one process in the same precision, on rank 0.
+    How many times as far from a float64 run this case is as one process in the same precision, on rank 0.
 
-    'loss' and 'norm' of 20 steps, and 'gradient', the worst tensor of the first step. And by how much the loss fell.
+    Compared are 'loss' and 'norm' over 20 steps, and 'gradient': the worst tensor of the first step. Also says by how
+    much the loss fell.
     """
     layout = Layout(case)
     ours = torch.tensor(layout.train(range(STEPS)))
-    layout.whole(dict(layout.raw.named_parameters()))  # what all ranks hold still has the same bits
-    # Rounding errors in bf16 of one batch are more or less by chance: norms of heads have but 8 numbers.
+    layout.whole(dict(layout.raw.named_parameters()))  # asserts that what all ranks hold still has the same bits
+    # In bf16 the rounding errors of one batch are a matter of luck, since the norms of heads have only 8 numbers.
     batches = 8 if case['dtype'] == 'bfloat16' else 1
     gradients = first_gradients(case, batches)
     if dist.get_rank() > 0:
@@ -200,7 +202,7 @@ def compare(case):
 
 
 def first_gradients(case, batches, alone=False, weights=None):
-    """{name: gradients of the first step, by each of several batches}."""
+    """{name: gradients of the first step, one after the other for several batches}."""
     found = []
     for batch in range(batches):
         layout, gradients = Layout(case, alone), {}
@@ -212,7 +214,7 @@ def first_gradients(case, batches, alone=False, weights=None):
 
 
 def exact(model):
-    """Largest error of loss and gradients in float64, without FSDP."""
+    """The largest error of loss and gradients in float64, without FSDP."""
     with in_float64():
         case = DEFAULTS | dict(model=model, tensor=dist.get_world_size(), dtype='float64', packed=True, fsdp=None)
         results = []
@@ -223,7 +225,7 @@ def exact(model):
 
 
 def keys_of(case):
-    """What planning/ wants to know about a run of this case on all ranks."""
+    """The keys by which planning/ predicts a run of this case on all ranks."""
     keys = {'context_parallel': case['context'], 'tensor_parallel': case['tensor'], 'dtype': case['dtype']}
     keys |= {'batch_size': BATCH, 'global_batch_size': BATCH * dist.get_world_size() // case['tensor'], 'device': 'cpu'}
     keys |= {'replicate_size': case['replicate'], 'zero_stage': 3, 'fsdp_impl': 'manual', 'blocks_per_unit': 1}
@@ -232,7 +234,7 @@ def keys_of(case):
 
 
 def sent_bytes(case):
-    """Bytes that this rank sends in forward and backward of one step: counted, by Linux, and by the formula."""
+    """Bytes that this rank sends in forward and backward of one step: as counted here, by Linux, and by the formula."""
     layout, counted, t = Layout(case), [], case['tensor']
 
     def spy(function, size_of):
@@ -256,7 +258,7 @@ def sent_bytes(case):
 
 
 def held(case):
-    """Bytes of weights and of moments: on this rank, and predicted for the first one."""
+    """Bytes of weights and of moments: on this rank, and as predicted for the first rank."""
     layout = Layout(case)
     layout.train([0])
     states = [tensor for state in layout.optimizer.state.values() for tensor in state.values() if tensor.dim()]
@@ -297,14 +299,15 @@ def with_dropout(case):
 
 
 def scored(case):
-    """How far scores are from one process's: nats of all requests by their norm, and how many likeliest targets."""
+    """How far scores are from those of one process: nats of all requests by their norm, and how many targets are the
+    likeliest token in one and not in the other."""
     generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(1, 12, (9, 3), generator=generator).tolist()  # rows of lengths that ranks do not divide
+    lengths = torch.randint(1, 12, (9, 3), generator=generator).tolist()  # lengths that do not divide by the ranks
     items = []
     for trunk, *choices in lengths:
         tokens = torch.randint(0, VOCABULARY, (trunk + 12,), generator=generator).tolist()
         items.append([Request([*tokens[:trunk], *tokens[-n:]], n) for n in choices])
-    items.append([Request([5, 3, 7, choice], 1) for choice in range(VOCABULARY)])  # of which one is the likeliest
+    items.append([Request([5, 3, 7, choice], 1) for choice in range(VOCABULARY)])  # one of them is the likeliest
     found = []
     for layout, ranks in ((Layout(case), case['tensor']), (Layout(case, alone=True), 1)):
         layout.train(range(3))
@@ -315,7 +318,8 @@ def scored(case):
 
 
 def exchange(folder):
-    """[(saving, loading, tensors that differ)] of every two layouts. One is train_ddp.py's: each rank has all of it."""
+    """[(saving layout, loading layout, tensors that differ)] for every two layouts. One is that of train_ddp.py, where
+    each rank holds everything."""
     layouts = {
         'ddp': dict(tensor=1, fsdp='ddp'),
         'fsdp': dict(tensor=1),
@@ -382,7 +386,7 @@ RESULTS = {}
 def seen(world_size, tmp_path_factory, has_slow_tests):
     """What each rank saw, [{name: ...}, ...]; the ranks run once."""
     if world_size not in RESULTS:
-        RESULTS[world_size] = []  # if it fails, it would again
+        RESULTS[world_size] = []  # stays empty if the ranks fail, so that they are not started again
         folder = str(tmp_path_factory.mktemp('checkpoints'))
         RESULTS[world_size] = run_function(world_size, run_cases, folder, has_slow_tests, timeout=280)
     return RESULTS[world_size]
@@ -439,7 +443,7 @@ def test_with_dropout_what_all_ranks_hold_stays_the_same(seen, world_size):
 
 
 def test_the_script_logs_what_one_process_logs_and_other_layouts_go_on(data_dir, tmp_path):
-    """Losses, norms, tokens, evaluations; of a run that goes on under train_ddp.py, and then as it began."""
+    """Losses, norms, tokens and evaluations, of a run that goes on under train_ddp.py and then again as it began."""
     run = [*TINY_MODEL, *TINY_RUN, '--arch=qwen3', '--n_kv_head=2', '--global_batch_size=4', '--dtype=float32']
     run += ['--dataset=tiny', f'--data_dir={data_dir}', '--eval_interval=3', '--windows=documents']
     cut = ['--tensor_parallel=2', '--fsdp_impl=manual', '--activation_checkpointing=selective']
@@ -469,7 +473,7 @@ def test_the_script_logs_what_one_process_logs_and_other_layouts_go_on(data_dir,
         else:
             assert_same_run(ours, theirs, key, every=3 if key == 'val_loss' else 1)
     weights = [checkpoint.load_weights(f'{tmp_path}/{n}/checkpoints/step_00000009')[0] for n in (1, 2)]
-    assert weights[0].keys() == weights[1].keys()  # and sample.py reads them like this, in one process
+    assert weights[0].keys() == weights[1].keys()  # in one process, as sample.py reads them
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=1e-4)
 
@@ -479,7 +483,7 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     keys += ['--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
     job = Job('train_fsdp.py', keys, 2, tmp_path / 'log', {'kind': 'nan', 'rank': 1, 'step': 3})
     assert job.wait() == [0, 0], job.text()
-    assert re.search('WARNING: gradient .*ranks 0, 1 .*step 3: .*skipped', job.text())  # a norm of all
+    assert re.search('WARNING: gradient .*ranks 0, 1 .*step 3: .*skipped', job.text())  # the norm is that of all ranks
     before, after, later = (
         checkpoint.load_weights(f'{tmp_path}/run/checkpoints/step_0000000{step}')[0] for step in (2, 3, 4)
     )

@@ -1,4 +1,4 @@
-"""The train scripts as users run them: every strategy and option gives the same numbers, and does what it is for."""
+"""The train scripts as users run them: every strategy and option gives the same numbers, and does what it should."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ GLOBAL_BATCH = 12  # divides by 1, 2, 3 and 4 ranks
 
 
 def arguments(data_dir, out_dir, *more):
-    """Arguments of the first 10 steps of a tiny fp32 run; later ones win."""
+    """The arguments of a tiny fp32 run of 10 steps; `more` replace earlier ones."""
     run = [*TINY_MODEL, *TINY_RUN, f'--global_batch_size={GLOBAL_BATCH}', '--max_iters=10', '--dtype=float32']
     run += ['--lr_decay_iters=50', '--eval_interval=10']
     return [*run, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={out_dir}', *more]
@@ -31,7 +31,7 @@ def largest_difference(out_dir, reference, key='loss'):
 
 
 def assert_agree(out_dir, reference, key='loss'):
-    """Whether a run is the same as another one, or as the beginning of a longer one, whatever its layout."""
+    """Assert that a run equals another one, or the beginning of a longer one, whatever their layouts."""
     ours, theirs = column(out_dir, key), column(reference, key)
     assert_same_run(ours, theirs[: len(ours)], f'{key} of {out_dir.name}', 10 if key == 'val_loss' else 1)
 
@@ -52,7 +52,7 @@ with open(f'{{config.out_dir}}/seeds_{{rank}}.json', 'w') as file:
 COMPLETEP = ('--arch=enoki', '--parametrization=completep', '--base_width=8', '--base_depth=2', '--eval_iters=1')
 SCALED = ('adamw', 'adana', 'muon')
 OUTER_IS_INNER = ('--num_replicas=1', '--inner_steps=5', '--outer_lr=1', '--outer_momentum=0')
-STILL = ('--max_iters=3', '--learning_rate=1e-50', '--eval_interval=1')  # Adam runs, and adds what is 0 in fp32
+STILL = ('--max_iters=3', '--learning_rate=1e-50', '--eval_interval=1')  # Adam runs, but its updates are 0 in fp32
 
 
 # The runs that the short suite starts: each strategy, and each mechanism under one of them.
@@ -88,7 +88,8 @@ NOISE |= {'deepspeed': ['--dropout=0.5', '--zero_stage=2']} if importlib.util.fi
 
 @pytest.fixture(scope='module')
 def one_process(data_dir, runs, has_slow_tests):
-    """The runs that the others are compared with, in one process: 50 steps of each architecture, and what it held."""
+    """The runs in one process with which the others are compared, 50 steps of each architecture; returns what they
+    held."""
     cases = [case('plain', 'train_ddp.py', data_dir, runs, '--max_iters=50')]
     for arch in ('enoki', 'llama', 'qwen3'):
         cases.append(case(arch, 'train_ddp.py', data_dir, runs, f'--arch={arch}'))
@@ -242,7 +243,7 @@ def test_an_option_changes_no_number(runs, two_ranks, option):
 
 @pytest.mark.parametrize('script', slow_but(SHORT, ['own_manual', 'own_diloco']))
 def test_a_new_run_begins_with_the_weights_of_another(runs, two_ranks, script):
-    """And with an optimizer of its own; its only step is too small to be seen."""
+    """It has a new optimizer, and its only step is too small to be seen."""
     (before, after), (*_, theirs) = column(runs / script, 'val_loss'), column(runs / 'plain', 'val_loss')
     assert before == pytest.approx(theirs, rel=apart()) and after == pytest.approx(theirs, rel=apart())
     assert len(column(runs / script, 'loss')) == 1
@@ -326,7 +327,8 @@ def collectives(results, name, kind):
 
 
 def test_collectives_are_those_that_the_option_is_for(two_ranks):
-    """3 blocks and the root are 4 units; 12 sequences / (2 x 2 ranks) = 3 micro-steps; 2 steps; 6 eval batches."""
+    """3 blocks and the root are 4 units, 12 sequences / (2 x 2 ranks) are 3 micro-steps; there are 2 steps and 6 eval
+    batches."""
     blocks, micro_steps, steps, eval_batches = 3, 3, 2, 6
     units = blocks + 1
     reduces = {name: collectives(two_ranks, name, '_reduce_scatter_base_') for name in two_ranks}
@@ -339,7 +341,7 @@ def test_collectives_are_those_that_the_option_is_for(two_ranks):
     assert gathers['count_fsdp'] == (2 * blocks * micro_steps + 1) * steps + blocks * eval_batches + 1
     # Stage 2 keeps the blocks until backward, or the evaluation, ends.
     assert gathers['count_zero2'] == (blocks * micro_steps + 1) * steps + units
-    # HSDP averages each unit's gradient over the replicas. Shards of one rank each need no sum for the norm, two do.
+    # HSDP averages each unit's gradient over the replicas. Two shards need a sum for the norm, one shard does not.
     extra = collectives(two_ranks, 'count_hsdp', 'allreduce_') - collectives(two_ranks, 'count_fsdp', 'allreduce_')
     assert extra >= units * steps - steps
 

@@ -1,4 +1,4 @@
-"""train_diloco.py as users run it: against DiLoCo written out by hand, resumed, moved to other ranks, and misused."""
+"""train_diloco.py as users run it: beside DiLoCo written out by hand, resumed, moved to other ranks, and misused."""
 
 import copy
 import functools
@@ -47,8 +47,8 @@ MUON = ('--optimizer=muon',)
 LARGEST = ('--exchange_dtype=top2bit', '--exchange_k=512', '--outer_momentum=0', '--outer_lr=1')
 
 
-# The runs that the short suite starts, and those that it resumes: in mid-round, with something in flight, sharded, as
-# other replicas, by train_ddp.py.
+# The runs that the short suite starts, and those that it resumes: in the middle of a round, with something in flight,
+# sharded, with other replicas, by train_ddp.py.
 SHORT = {'1x1', '2x1', 'streaming', 'feedback', '2x2_manual', '4x1'}
 RESUMED = {'streaming_8', 'feedback_8', '4x1_12_2x1', '4x1_8_2x1', '4x1_8_unsaved', '2x1_12_ddp'}
 
@@ -68,7 +68,7 @@ def weights_of(out_dir, step=STEPS):
 
 
 def health(out_dir):
-    """The rows of metrics.jsonl that tell of an outer step."""
+    """The rows of metrics.jsonl that have an outer step."""
     return [row for row in metrics(out_dir) if 'diloco/momentum_norm' in row]
 
 
@@ -84,7 +84,8 @@ def largest_difference(ours, theirs):
 
 
 def assert_close_weights(out_dir, by_hand, step=STEPS):
-    """Measured by how far training has moved them: Adam enlarges the rounding of gradients that are nearly 0."""
+    """The error is measured by how far training has moved the weights, since Adam enlarges the rounding errors of
+    gradients that are nearly 0."""
     weights = weights_of(out_dir, step)
     names = dict(by_hand.outer.named_parameters())
     assert weights.keys() == names.keys()
@@ -94,7 +95,8 @@ def assert_close_weights(out_dir, by_hand, step=STEPS):
 
 
 class Muon(torch.optim.Optimizer):
-    """As it is published, matrix by matrix in float32, with Moonlight's scale; of a fused matrix each third alone."""
+    """Muon as published, matrix by matrix in float32, with Moonlight's scale. The thirds of a fused matrix are separate
+    matrices."""
 
     @torch.no_grad()
     def step(self):
@@ -118,9 +120,9 @@ class Muon(torch.optim.Optimizer):
 
 
 class ByHand:
-    """DiLoCo in one process, from its definition: torch's AdamW in each replica, torch's Nesterov SGD around them.
+    """DiLoCo in one process, by its definition: torch's AdamW in each replica, torch's Nesterov SGD around them.
 
-    with_muon: matrices of the blocks train with Muon (MuLoCo).
+    with_muon: the matrices of the blocks train with Muon (MuLoCo).
     """
 
     def __init__(self, data_dir, replicas, with_muon=False):
@@ -139,7 +141,7 @@ class ByHand:
         self.go_on_as(replicas)
 
     def go_on_as(self, replicas):
-        """Go on from the outer parameters with so many replicas, each with the moments of one of those before."""
+        """Go on from the outer parameters with so many replicas; each has the moments of an earlier one."""
         states = [[optimizer.state_dict() for optimizer in of_replica] for of_replica in self.optimizers]
         self.models = [copy.deepcopy(self.outer) for _ in range(replicas)]
         self.optimizers = []
@@ -163,7 +165,7 @@ class ByHand:
         return self.go_on_as(replicas)
 
     def run(self, until, exchanging=True):
-        """Steps up to `until`, with the outer steps before it; whether there is one at `until` is for the caller."""
+        """Take the steps up to `until`, and the outer steps before it. One at `until` is left to the caller."""
         while self.step < until:
             of_step, norms = [], []
             for number, model in enumerate(self.models):
@@ -189,7 +191,7 @@ class ByHand:
         return self
 
     def end_round(self):
-        """The outer step, and the round's numbers."""
+        """Take the outer step, and note the numbers of the round."""
         deltas = [
             {name: (anchor - theta).detach() for (name, anchor), theta in zip(named, model.parameters(), strict=True)}
             for model in self.models
@@ -219,7 +221,7 @@ class ByHand:
 
     @torch.no_grad()
     def val_loss(self, models, batch_size):
-        """Of models that share out the validation text; [self.outer] for the outer parameters."""
+        """The loss of models among which the validation text is shared out; [self.outer]: of the outer parameters."""
         nats = tokens = 0
         for rank, model in enumerate(models):
             for x, y in eval_batches(self.val, 2 * BATCH, batch_size, rank, len(models), torch.device('cpu')):
@@ -233,7 +235,7 @@ class ByHand:
 
 @pytest.fixture(scope='module', autouse=True)
 def one_thread():
-    """For what is computed by hand: small matrices, on a machine that may be busy."""
+    """One thread for what is computed by hand: matrices are small, and the machine may be busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -242,13 +244,13 @@ def one_thread():
 
 @pytest.fixture(scope='module')
 def by_hand_to_the_end(data_dir):
-    """Function of the number of replicas: such a run of all steps."""
+    """A function of the number of replicas that returns a ByHand after all steps."""
     return functools.cache(lambda replicas: ByHand(data_dir, replicas).run_to_the_end())
 
 
 @pytest.fixture(scope='module')
 def two_replicas_then_one(data_dir):
-    """Two replicas up to step 12, and then one without any outer step."""
+    """A ByHand with two replicas up to step 12, and then one without any outer step."""
     by_hand = ByHand(data_dir, 2).run(12).end_round().go_on_as(1).run(STEPS, exchanging=False)
     by_hand.outer = by_hand.models[0]
     return by_hand
@@ -256,7 +258,7 @@ def two_replicas_then_one(data_dir):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, data_dir, has_slow_tests):
-    """Uninterrupted runs with all their checkpoints, each named by replicas x shards and what is special about it."""
+    """Uninterrupted runs with all their checkpoints. A name says replicas x shards and what is special."""
     folder = tmp_path_factory.mktemp('runs')
 
     def run(out_dir, replicas, *more):
@@ -300,15 +302,15 @@ def runs(tmp_path_factory, data_dir, has_slow_tests):
     return folder
 
 
-ONLY_ROUNDS = ('--eval_interval=0', '--checkpoint_interval=0', '--log_interval=4')  # rows and decisions at round ends
+ONLY_ROUNDS = ('--eval_interval=0', '--checkpoint_interval=0', '--log_interval=4')  # rows and decisions end rounds
 
 
 @pytest.fixture(scope='module')
 def resumed(runs, data_dir, has_slow_tests):
-    """Every run, or a copy of it as it was when a checkpoint had been saved, is started again: maybe on other ranks."""
+    """Runs, or copies of them as they were when a checkpoint had been saved, started again, some on other ranks."""
 
     def again(saved, step, replicas, *more, on='', script='train_diloco.py'):
-        """The run `saved`, killed 3 steps after the checkpoint of `step`, goes on as SAVED_STEP or SAVED_STEP_ON."""
+        """Let `saved` go on as if killed 3 steps after the checkpoint of `step`, in SAVED_STEP or SAVED_STEP_ON."""
         name = f'{saved}_{step}' + (f'_{on}' if on else '')
         if not has_slow_tests and name not in RESUMED:
             return None
@@ -387,7 +389,7 @@ def test_losses_weights_and_health_are_those_of_diloco_by_hand(runs, by_hand_to_
     assert_same_run(column(runs / name, 'loss'), by_hand.loss_curve())
     norms = zip(column(runs / name, 'grad_norm'), by_hand.norms.values(), strict=True)
     *others, worst = sorted(abs(ours - theirs) / theirs for ours, theirs in norms)
-    # 4x1 has one spike (step 20: 4.5 among norms of 1), where a row of nearly equal numbers is normalised.
+    # 4x1 has one spike (4.5 at step 20, where other norms are 1): there a row of nearly equal numbers is normalised.
     assert others[-1] <= apart(STEPS) and worst <= 1e-2
     assert_close_weights(runs / name, by_hand)
     rows = health(runs / name)
@@ -408,9 +410,9 @@ def muloco(data_dir):
 
 @pytest.mark.parametrize('name', slow_but(SHORT, [('muon',), ('muon_2x2',), ('muon_2x2_manual',)]))
 def test_replicas_that_train_with_muon_are_those_of_a_loop_in_float32(runs, muloco, by_hand_to_the_end, name):
-    """MuLoCo, sharded by both implementations and not."""
+    """MuLoCo, not sharded, and sharded by both implementations."""
     assert_same_run(column(runs / name, 'loss'), muloco.loss_curve())
-    assert largest_difference(muloco.loss_curve(), by_hand_to_the_end(2).loss_curve()) > 1e-3  # it is another optimizer
+    assert largest_difference(muloco.loss_curve(), by_hand_to_the_end(2).loss_curve()) > 1e-3  # so Muon is really used
     assert [row['step'] for row in health(runs / name)] == [6, 12, 18, 22]
     for row in health(runs / name):
         for key, value in muloco.rounds[row['step']].items():
@@ -458,8 +460,8 @@ def test_evaluated_are_the_outer_parameters_and_beside_them_the_replicas(runs, d
 
 @pytest.mark.parametrize('name, step, of_weights', [('2x1', 22, 22), ('streaming', 8, 2), ('1x1', 8, 6)])
 def test_what_was_evaluated_is_what_other_scripts_find(runs, data_dir, tmp_path, name, step, of_weights):
-    """At the end, and in the middle of a round, where the oldest fragment of the outer parameters is of step 2. And of
-    one replica its slow weights, not those that it trains."""
+    """At the end, and in the middle of a round, where the oldest fragment of the outer parameters is that of step 2.
+    With one replica its slow weights are evaluated, not those that it trains."""
     shutil.copytree(runs / name / 'checkpoints' / f'step_{step:08}', tmp_path / 'checkpoints' / f'step_{step:08}')
     run_forked('train_ddp.py', *arguments(data_dir, tmp_path, '--eval_only'), log=tmp_path / 'log')
     (row,) = metrics(tmp_path)
@@ -492,7 +494,7 @@ def test_an_exchange_sends_what_its_formula_says(runs):
     ):  # int8: scales, and padding of a small model
         for row in health(runs / name):
             assert 1 <= row['diloco/bytes'] / row['diloco/bytes_formula'] <= at_most, (name, row)
-    for row in health(runs / 'largest'):  # 12.5% of the numbers in 14 bits; a table for each of 26 small tensors
+    for row in health(runs / 'largest'):  # 12.5% of the numbers in 14 bits, and a table for each of 26 small tensors
         assert row['diloco/bytes_formula'] < row['diloco/bytes'] < 1.05 * row['diloco/bytes_formula'] + 26 * 20
         assert row['diloco/bytes_formula'] == pytest.approx(numbers * 512 / 4096 * 1.75, rel=0.02)
     quarter = health(runs / 'feedback')[0]['diloco/bytes'] / health(runs / '2x1')[0]['diloco/bytes']
@@ -543,7 +545,7 @@ def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(
     by_hand = ByHand(data_dir, before).run(8).go_on_from_the_rounds_start(after).run_to_the_end()
     check_moved_run(resumed / name, by_hand, [6, 12, 18, 22])
     assert re.search(rf'has {before} replicas: back .* step 6\n', (resumed / name / 'train.log').read_text())
-    # The checkpoint that it has left is deleted, and step 8 saved anew, unless it is to be kept for ever.
+    # As the run went back from step 8, that checkpoint is deleted and step 8 saved anew, unless it is kept for ever.
     state = checkpoint.read_state(resumed / name / 'checkpoints' / 'step_00000008')
     assert state['diloco']['num_replicas'] == (before if is_permanent else after)
 
@@ -564,7 +566,7 @@ def check_moved_run(out_dir, by_hand, rounds):
 
 @pytest.mark.slow
 def test_a_ddp_run_goes_on_as_replicas_from_wherever_it_was(resumed, data_dir):
-    """Rounds end at multiples of inner_steps, so the first one, from step 8 to 12, is shorter."""
+    """Rounds end at multiples of inner_steps, so the first one may be shorter, as from step 8 to 12."""
     by_hand = ByHand(data_dir, 1).run(8, exchanging=False)
     by_hand.outer = copy.deepcopy(by_hand.models[0])
     by_hand.nesterov = torch.optim.SGD(
@@ -583,7 +585,7 @@ def test_other_scripts_go_on_from_replicas(resumed, two_replicas_then_one, name)
 
 @pytest.mark.slow
 def test_a_file_named_stop_ends_a_run_with_nothing_lost(resumed):
-    """Here before the first step; at the end of a round in test_signals.py."""
+    """Here the file is there before the first step; test_signals.py has one at the end of a round."""
     first = resumed / 'stopped_only'
     assert (first / 'PREEMPTED').read_text().strip() == '0'
     assert not (first / 'STOP').exists() and not (first / 'DONE').exists()
@@ -595,7 +597,7 @@ def test_a_file_named_stop_ends_a_run_with_nothing_lost(resumed):
 
 @pytest.mark.slow
 def test_rows_are_those_of_logged_steps_and_of_rounds(resumed):
-    """log_interval=4: what lies between two exchanges is logged at the second."""
+    """With log_interval=4, what happened between two exchanges is logged at the second one."""
     out_dir = resumed / 'stopped'
     rows, all_losses = metrics(out_dir), column(resumed / '2x1', 'loss')
     assert [row['step'] for row in rows] == [1, 4, 6, 8, 12, 16, 18, 20, 22]
@@ -648,7 +650,7 @@ def test_plan_prints_a_table_and_compares_it_with_the_run(data_dir, tmp_path):
 
 
 class Rounds:
-    """Of an outer step: as long as a plan asks for."""
+    """As much of a diloco.Outer as a plan asks for."""
 
     dtype, overlap_steps, fragments = 'float32', 0, [None]
 
@@ -675,10 +677,10 @@ def test_a_plan_knows_the_runs_own_rounds_and_recommends_the_shortest_that_are_l
 
 
 def start_by_hand(ranks, script='train_diloco.py', local=None, world_size=None, first=0):
-    """One process for each list of arguments in `ranks`, with the environment a launcher would give it.
+    """Start a process for each list of arguments in `ranks`, with the environment that a launcher would give it.
 
     local: {rank: LOCAL_WORLD_SIZE} where it is not 1. first: the rank of the first process.
-    Returns [the line of each process that says why it ended].
+    Returns [the line with which each process says why it ended].
     """
     of_all, local = {'LOCAL_RANK': 0, 'WORLD_SIZE': world_size or len(ranks)}, local or {}
     places = [

@@ -1,4 +1,5 @@
-"""Validation: on which text, from step 0 on, and what of it decides which checkpoint is kept and when a run ends."""
+"""Validation: on which text it is done, from step 0 on, and how it decides which checkpoint is kept and when a run
+ends."""
 
 import json
 import math
@@ -21,7 +22,7 @@ COMMON += ['--lr_schedule=constant', '--eval_interval=0', '--log_interval=0']
 
 
 def start(script, *arguments, nproc=1, check=True, **env):
-    """Run a script on nproc ranks; [Ended(returncode, stdout, stderr) of each]."""
+    """Run a script on nproc ranks. Returns [Ended(returncode, stdout, stderr) of each]."""
     ranks = run_ranks([[script, *arguments]] * nproc, **env)
     for rank in ranks if check else ():
         assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
@@ -35,7 +36,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def prepared(tmp_path_factory, model):
-    """A data_dir: 'text' with a validation split; 'test', texts, and 'chats', conversations, with none."""
+    """A data_dir with 'text', which has a validation split, and 'test' (texts) and 'chats' (conversations) without."""
     folder, sources = tmp_path_factory.mktemp('data'), tmp_path_factory.mktemp('sources')
     for name, numbers in (('text', range(3000)), ('test', range(5000, 6500))):
         rows = [json.dumps({'text': f'{number} is followed by {number + 1}.'}) for number in numbers]
@@ -48,7 +49,8 @@ def prepared(tmp_path_factory, model):
 
 
 def loss_of_folder(model, prepared, dataset, split, sequences):
-    """The mean loss of a folder's model over the first windows of a split, by transformers and no batches of ours."""
+    """The mean loss of a folder's model over the first windows of a split, by transformers and with batches made
+    here."""
     import transformers
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -148,7 +150,7 @@ def test_a_dataset_to_validate_on_needs_the_same_tokenizer(data_dir, tmp_path):
 
 # --- the best checkpoint, and stopping early --------------------------------------------------------------------------
 
-# What is learned of text makes a model worse at random tokens: val_loss rises from the first evaluation on.
+# A model that learns text becomes worse at random tokens, so val_loss rises from the first evaluation on.
 RISING = [*TINY_MODEL, *COMMON, '--dataset=tiny', '--val_dataset=synthetic', '--eval_interval=2', '--log_interval=1']
 RISING += ['--keep_checkpoints=1', '--checkpoint_interval=3', '--max_iters=40']
 EARLY = {
@@ -188,7 +190,7 @@ def test_a_run_ends_early_keeps_the_best_and_goes_on_with_more_patience(data_dir
     assert f'{out}/checkpoints/step_00000008:' in start(*read)[0].stderr
 
 
-# Of these the loss falls from evaluation to evaluation, so each is the best one, and the one before is deleted.
+# Here the loss falls from evaluation to evaluation, so each checkpoint is the best one, and the one before is deleted.
 FALLING = [*TINY_MODEL, *COMMON, '--dataset=tiny', '--eval_interval=2', '--log_interval=1', '--keep_checkpoints=1']
 FALLING += ['--checkpoint_interval=0', '--max_iters=8', '--keep_best', '--learning_rate=1e-2']
 

@@ -1,1 +1,1 @@
-"""What benchmarks/fuzz.py draws, and how it is compared."""
+"""What benchmarks/fuzz.py draws, and with what it compares it."""

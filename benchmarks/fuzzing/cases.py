@@ -6,7 +6,7 @@ import tempfile
 
 from text.conversations import MARK
 
-LIMIT = 2000  # characters of a line that still can be read
+LIMIT = 2000  # characters; a longer line cannot be read
 
 
 class Wrong(Exception):
@@ -14,11 +14,11 @@ class Wrong(Exception):
 
 
 class Refused(Exception):
-    """What was not learned has a line that says why, other than that of an exception."""
+    """Something was not learned, and a line other than that of an exception says why."""
 
 
 def check(is_right, problem, *values):
-    """Raise Wrong unless it is right."""
+    """Raise Wrong with the problem, unless is_right."""
     if not is_right:
         raise Wrong(' | '.join([problem, *(repr(value)[:600] for value in values)]))
 
@@ -35,7 +35,7 @@ def some(draw, share):
 
 # --- texts ------------------------------------------------------------------------------------------------------------
 
-# What tokenizers, templates and file formats treat differently.
+# Pieces of text that tokenizers, templates and file formats treat in different ways.
 PIECES = ['time', 'and', 'tide', 'Größe', '中文', '🙂', '12345', "it's", 'x += 1;', '\n', '\n\n   ', '\t', '\r\n']
 PIECES += ['{{ x }}', '{% if %}', '"so"', '\\n', '{"a": 1}', '[1, 2]', 'a,b;c', '\u200b', 'e\u0301', '\u00a0', '\u2028']
 PIECES += ['<think', '</s', '#!', '---', "'", '- a: b', '&amp;', '\x85', '\ufeff', 'null', 'https://x.yz/?q=1', '<b>']
@@ -44,7 +44,7 @@ NOT_JSON = [LFS.decode(), '', '{', '[]', 'null', '5', '{"a": 1}', '{"model": {"t
 
 
 class Words:
-    """Words that each stand once in a case, so that a text is known by its word wherever it turns up."""
+    """Words that occur only once in a case, so that a text can be recognized by its word wherever it turns up."""
 
     def __init__(self):
         self.count = 0
@@ -64,7 +64,7 @@ def draw_text(draw, word, specials=(), pieces=PIECES):
     if some(draw, 0.01):
         parts += parts * 200
     if some(draw, 0.005):
-        parts.append(draw.choice([MARK, '\0', '\ud83d']))  # the last is half of a letter, as JSON may have
+        parts.append(draw.choice([MARK, '\0', '\ud83d']))  # the last is half a character, as JSON may have it
     parts.insert(draw.randint(0, len(parts)), word)
     text = draw.choice(['', ' ', ' ', ' ']).join(parts)
     if some(draw, 0.2):
@@ -83,7 +83,7 @@ LETTERS = 'abcdefghijklmnopqrstuvwxyz0123456789.,:;\'"{}[]<>/?=&#!-+'
 LLAMA3_WORD = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 )
-STAYS = tempfile.TemporaryDirectory(prefix='fuzz-')  # what several cases use
+STAYS = tempfile.TemporaryDirectory(prefix='fuzz-')  # files that several cases use
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def small_tokenizer(kind):
         tokenizer.decoder = decoders.Sequence(steps)
         fallback = ['<unk>', *(f'<0x{byte:02X}>' for byte in range(256))]
         tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=400, special_tokens=fallback, **options))
-    elif kind == 'unigram':  # the trainers of these two draw lots
+    elif kind == 'unigram':  # the trainers of these two kinds are random
         words = ['▁', *LETTERS, '▁the', '▁time', '▁and', 'ide', 'er', '12']
         tokenizer = Tokenizer(models.Unigram([('<unk>', 0.0), *((word, -5.0 + len(word)) for word in words)], unk_id=0))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -124,6 +124,6 @@ def small_tokenizer(kind):
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
     content = json.loads(tokenizer.to_str())
-    if kind == 'llama2':  # to the trainer the bytes are special tokens, to the model they are words
+    if kind == 'llama2':  # the trainer takes the bytes as special tokens, the model as words
         content['added_tokens'] = [token for token in content['added_tokens'] if token['content'] == '<unk>']
     return json.dumps(content)

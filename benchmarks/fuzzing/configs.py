@@ -1,7 +1,7 @@
 """
-Tiny models whose config.json and weights are as other programs and people's hands leave them, through huggingface/.
+Tiny models whose config.json and weights are as people and other programs leave them, read through huggingface/.
 
-The reference is from_pretrained.
+The reference is from_pretrained().
 """
 
 import functools
@@ -44,7 +44,7 @@ def saved_model(name, in_shards):
     return folder
 
 
-# Without these a configuration asks for billions of parameters.
+# A configuration that lacks one of these asks for billions of parameters.
 LARGE_BY_DEFAULT = ('hidden_size', 'intermediate_size', 'num_hidden_layers', 'vocab_size', 'n_embd', 'n_layer')
 ANYTHING = [None, -1, 0, 1, 2, 3.0, 2.5, 'x', '', [], {}, [1], True, False, '2', 'none', 1e-5]
 
@@ -186,7 +186,7 @@ def spoil_weights(draw, folder):
 
 
 def check_config(draw, folder):
-    """A tiny model whose config.json and weights were changed."""
+    """Check a case: a tiny model whose config.json and weights were changed."""
     import torch
     import transformers
 

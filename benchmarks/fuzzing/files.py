@@ -1,8 +1,8 @@
 """
-Texts and rows in files and folders, through text/sources.py and text/documents.py.
+Texts and rows in files and folders, read through text/sources.py and text/documents.py.
 
-They are written in one of the formats, packed or not, and perhaps spoilt, on their way or later. The reference reads
-the whole file at once by json, csv, yaml or pyarrow.
+They are written in one of the formats, compressed or not, and perhaps spoilt, while they are written or afterwards. The
+reference reads the whole file at once by json, csv, yaml or pyarrow.
 """
 
 import bz2
@@ -27,7 +27,7 @@ FILE_PIECES = [piece for piece in PIECES if piece not in ('\r\n', '\ufeff')]
 
 
 class Content:
-    """What is written: rows, or texts; and how they are asked for."""
+    """What is written, rows or texts, and with which keys it is read."""
 
     def __init__(self, draw):
         word = Words()
@@ -93,7 +93,7 @@ def as_csv(draw, content, path):
 
 
 def table_of(draw, content):
-    """The rows as a pyarrow Table, with a type of text that some program writes."""
+    """The rows as a pyarrow Table, with one of the types for text that programs write."""
     import pyarrow
 
     rows = json.loads(json.dumps(content.rows, ensure_ascii=False).encode('utf-8', 'replace'))
@@ -133,7 +133,7 @@ def as_arrow(draw, content, path):
 
 
 def as_saved(draw, content, path):
-    """A folder as datasets' save_to_disk leaves it. Returns its data file."""
+    """Write a folder as save_to_disk() of datasets leaves it. Returns its data file."""
     path.mkdir()
     name = draw.choice(['data-00000-of-00001.arrow', 'data-00000-of-00001.arrow', 'dataset.arrow', 'cache-1.arrow'])
     as_arrow(draw, content, path / name)
@@ -244,8 +244,8 @@ BINARY = (b'\x1f\x8b', b'\x28\xb5\x2f\xfd', b'BZh91AY&SY', b'\xfd7zXZ', b'PAR1',
 
 
 def read_plainly(path, columns):
-    """(kind, the rows of a file or its text, how many are broken) by the libraries for its format, all of it at once.
-    columns: of a .parquet or .arrow file, where the others may be damaged. Raises what they raise."""
+    """(kind, the rows of a file or its text, how many are broken), read at once by the libraries for its format.
+    columns: those to read of a .parquet or .arrow file, whose others may be damaged. Raises what libraries raise."""
     data, name = path.read_bytes(), path
     if path.suffix.lower() == '.gz':
         data, name = gzip.decompress(data), path.with_suffix('')
@@ -304,7 +304,7 @@ def begins_with_an_object_on_a_line(data):
 
 
 def rows_of(content):
-    """The elements of a list, those of an object's lists in which there are conversations, or what else there is."""
+    """The elements of a list; or those of an object's lists, if they hold conversations; or the value itself."""
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = [row for rows in lists if any(is_chat(row) for row in rows) for row in rows] or [content]
@@ -312,7 +312,7 @@ def rows_of(content):
 
 
 def json_values(text):
-    """The values in a text, one behind the other."""
+    """The JSON values in a text, one after the other."""
     found = []
     while text := text.strip():
         value, end = json.JSONDecoder().raw_decode(text)
@@ -342,7 +342,7 @@ def plain_strings(value):
 
 
 def plain_text(row, kind, text_field):
-    """The text of a row as it is asked for; None where it has none."""
+    """The text of a row in the field that is asked for; None if it has none."""
     if text_field and '{' in text_field:
         has_both = isinstance(row, dict) and row.get('title') is not None and row.get('body') is not None
         return f'{row["title"]}: {row["body"]}' if has_both else None
@@ -358,7 +358,7 @@ def plain_text(row, kind, text_field):
 
 
 def check_files(draw, folder):
-    """Texts or rows in a file or folder."""
+    """Check a case: texts or rows in a file or folder."""
     given, content = write_files(draw, folder)
     try:
         source = sources.find_source(str(given), content.text_field)
@@ -378,7 +378,7 @@ def check_files(draw, folder):
     check(not begun, 'a text that does not end', given)
     left_out = documents.left_out_of(notes).total()
     if not (found or notes):
-        raise Refused('left no text')  # of the one file; prepare_data.py says it of all
+        raise Refused('left no text')  # in this one file; prepare_data.py says so of all files
 
     (part,) = {part.path for part in source.parts}
     data = Path(part).read_bytes()

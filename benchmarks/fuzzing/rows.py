@@ -1,8 +1,8 @@
 """
-Rows of instruction data under chat templates, through text/chat_rows.py and text/conversations.py.
+Rows of instruction data under chat templates, read through text/chat_rows.py and text/conversations.py.
 
-What a row is to say is drawn first, in OpenAI's format. Then it is written in one of the forms that data sets have, and
-perhaps spoilt. The reference is a plain loop over apply_chat_template.
+What a row says is drawn first, in OpenAI's format. Then it is written in one of the forms that datasets have, and
+perhaps spoilt. The reference is a plain loop over apply_chat_template().
 """
 
 import copy
@@ -23,7 +23,7 @@ CHAT_TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2')
 
 
 class Template:
-    """A chat template with a tokenizer: its folder, our ChatEncoder of it, and the plain reference."""
+    """A chat template with a tokenizer: the folder, its ChatEncoder, and the plain reference."""
 
     def __init__(self, name, kind):
         import transformers
@@ -59,7 +59,7 @@ class Template:
 
         options = {'date_string': DATES['%d %b %Y'], **options, 'add_generation_prompt': add_generation_prompt}
         options['chat_template'] = self.source
-        if self.name in ASK_FOR_NULL:  # apply_chat_template() drops the nulls that these ask for
+        if self.name in ASK_FOR_NULL:  # these templates ask for nulls, which apply_chat_template() drops
             options = {**self.reference.special_tokens_map, **options}
             return render_jinja_template([messages], **options)[0][0]
         return self.reference.apply_chat_template(messages, tokenize=False, **options)
@@ -74,7 +74,7 @@ def template_of(name, kind):
 
 
 def draw_messages(draw, word, turns, with_tools):
-    """(messages in OpenAI's format, tools): what a row is to say. Thoughts stand in 'thought'."""
+    """(messages in OpenAI's format, tools): what a row says. Thoughts are in the field 'thought'."""
     messages, tools = [], []
 
     def text():
@@ -104,7 +104,7 @@ def draw_messages(draw, word, turns, with_tools):
 
 
 def spelled_call(draw, call):
-    """A tool call as data sets have it."""
+    """A tool call in one of the forms that datasets have."""
     name, arguments = call['function']['name'], call['function']['arguments']
     form = draw.randrange(4)
     if form == 0:
@@ -132,7 +132,7 @@ def think_aloud(message):
 
 
 def spelled_message(draw, message):
-    """A message in OpenAI's format, with parts, nulls and thoughts as they come."""
+    """A message in OpenAI's format, with parts, nulls and thoughts in the forms that datasets have."""
     if some(draw, 0.4):
         think_aloud(message)
     message = {**message}
@@ -187,13 +187,13 @@ def in_sharegpt_form(draw, messages, tools):
     if messages[0]['role'] == 'system' and some(draw, 0.5):
         row |= {'system': rows.pop(0)['value']}
         row['conversations'] = rows
-        if not row['system']:  # an empty one is none
+        if not row['system']:  # an empty one counts as none
             messages.pop(0)
     return row | (spelled_tools(draw, tools) if tools else {})
 
 
 def in_prompt_form(draw, messages, tools):
-    """The answers in the prompt are not learned."""
+    """The row as a prompt and an answer; answers inside the prompt are not learned."""
     last = max(number for number, message in enumerate(messages) if message['role'] == 'assistant')
     del messages[last + 1 :]
     for message in messages[:last]:
@@ -216,7 +216,7 @@ def in_prompt_form(draw, messages, tools):
 
 
 def in_pair_form(draw, messages, tools):
-    """The first question and its answer, in fields of their own."""
+    """The row as two fields, the first question and its answer."""
     system = messages.pop(0) if messages[0]['role'] != 'user' else None
     del messages[2:]
     question, answer = messages
@@ -250,7 +250,7 @@ NO_TOOLS = (in_pair_form, in_strings_form)
 
 
 def spoil_row(draw, row, messages):
-    """Change a row so that it says nothing that could be learned. Returns whether it could be spoilt so."""
+    """Change a row so that nothing can be learned from it. Returns whether that was possible."""
     name = next((name for name in row if name in chat_rows.LISTS and isinstance(row[name], list)), None)
     if name is None:
         return False
@@ -287,7 +287,7 @@ def spoil_row(draw, row, messages):
 
 
 def mutate(draw, value):
-    """Change one place of a row to anything. Nobody says what it means then."""
+    """Change one place of a row to anything. What the row means then is not defined."""
     while isinstance(value, (dict, list)) and value:
         key = draw.choice(list(value)) if isinstance(value, dict) else draw.randrange(len(value))
         if isinstance(value[key], (dict, list)) and value[key] and some(draw, 0.8):
@@ -332,7 +332,7 @@ def mutate(draw, value):
 
 def expected_examples(template, messages, options):
     """[(text, [(start, end) of what is learned], whether end-of-text follows)] by a plain loop over what
-    apply_chat_template gives; None where it does not begin with the prompt, so that no plain loop could tell."""
+    apply_chat_template() gives. None if that does not begin with the prompt, when a plain loop cannot tell."""
     answers = []
     for number, message in enumerate(messages):
         if message['role'] == 'assistant' and number and message.get('weight', 1):
@@ -349,7 +349,7 @@ def expected_examples(template, messages, options):
 
 
 def in_the_templates_words(template, message):
-    """A message of the truth as this template wants it."""
+    """A message of what the row says, as this template expects it."""
     message = copy.deepcopy(message)
     thought = message.pop('thought', None)
     if thought is not None:
@@ -366,12 +366,12 @@ def in_the_templates_words(template, message):
 
 
 def words_in(value):
-    """The words of a case that stand in a message or text."""
+    """The words of the case that occur in a message or text."""
     return re.findall(r'w\d+x', value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def learned_text(template, ids, flags):
-    """What is learned, stretch by stretch."""
+    """The text that is learned, one stretch after the other."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
     return [
         template.raw.decode(ids[a:b].tolist(), skip_special_tokens=False)
@@ -380,7 +380,7 @@ def learned_text(template, ids, flags):
 
 
 def check_row(draw, folder):
-    """A row of instruction data under a chat template."""
+    """Check a case: a row of instruction data under a chat template."""
     template = template_of(draw.choice(list(TEMPLATES)), draw.choice(CHAT_TOKENIZERS))
     form = draw.choices(list(FORMS), list(FORMS.values()))[0]
     messages, tools = draw_messages(draw, Words(), draw.choice([1, 1, 2, 3]), form not in NO_TOOLS and some(draw, 0.2))
@@ -400,7 +400,7 @@ def check_row(draw, folder):
     fold = some(draw, 0.1)
     conversation = (
         chat_rows.conversation_of(row).encode('utf-8', 'replace').decode()
-    )  # as text/documents.py hands it on
+    )  # as text/documents.py passes it on
     examples = list(template.encoder.examples(conversation, fold))
 
     check(not is_spoilt, 'a row that says nothing was learned', row, [text for _, _, text in examples])
@@ -434,8 +434,8 @@ PRIVATE = {chr(0xE000 + number): token for number, token in enumerate(SPECIALS)}
 
 
 def disguise(value):
-    """The same with a letter of its own in place of each special token that a message spells: these are not the
-    template's."""
+    """The same value with a character of its own in place of each special token that a message spells out, since such
+    tokens are not the template's."""
     if isinstance(value, str):
         for letter, token in PRIVATE.items():
             value = value.replace(token, letter)
@@ -452,8 +452,8 @@ def undisguise(text):
 
 
 def check_tokens(template, ids, flags, text, spans, add_end):
-    """The ids are those of the text, where a message spells a special token those of its letters; and learned is every
-    token with a letter in a span."""
+    """Check that the ids are those of the text (where a message spells out a special token, those of its letters), and
+    that every token with a letter in a span is learned."""
     tokens, expected = [], []
     for stretch in re.split(f'({"|".join(map(re.escape, template.added))})', text):
         template.raw.encode_special_tokens = any(letter in stretch for letter in PRIVATE)
@@ -477,7 +477,7 @@ def check_tokens(template, ids, flags, text, spans, add_end):
 
 
 def check_words(messages, tools, learned, examples, row):
-    """Every message stands in the text, the answers in what is learned, and nothing else does."""
+    """Check that every message is in the text, and that answers and nothing else are in what is learned."""
     texts = [text for _, _, text in examples]
     learned_words = [word for part in learned for word in words_in(part)]
     for message in messages:
@@ -485,7 +485,7 @@ def check_words(messages, tools, learned, examples, row):
         parts = (
             re.split('</?think>', message['content'] or '') if message['role'] == 'assistant' else [message['content']]
         )
-        if not is_learned:  # thoughts of answers before the one that is learned may be left out
+        if not is_learned:  # the thoughts of answers before the learned one may be left out
             parts = parts[-1:]
         calls = [call['function'] for call in message.get('tool_calls', [])]
         for word in words_in([*parts, *calls, message.get('thought', '') if is_learned else '']):
@@ -500,7 +500,7 @@ def check_words(messages, tools, learned, examples, row):
 
 
 def check_words_of_mutated(row, learned, texts):
-    """Nobody knows what the row means, but what stands before something learned is there, too."""
+    """It is not defined what the row means, but what comes before something learned must be there, too."""
     messages = next((row[name] for name in chat_rows.LISTS if isinstance(row.get(name), list)), None)
     if messages is None or not all(isinstance(message, dict) for message in messages):
         return
@@ -514,7 +514,7 @@ def check_words_of_mutated(row, learned, texts):
 
 
 def fold_plainly(messages):
-    """Give a first system message to the user, as --fold_system says."""
+    """Move a first system message into the user's message, as --fold_system does."""
     for number in range(len(messages) - 2, -1, -1):
         system, user = messages[number : number + 2]
         if system['role'] in ('system', 'developer') and user['role'] == 'user':

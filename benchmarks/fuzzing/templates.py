@@ -1,4 +1,4 @@
-"""Chat templates of the kinds that models come with, in our words: {name: (template, the token that ends a turn)}."""
+"""Chat templates like those of models, written anew: {name: (template, the token that ends a turn)}."""
 
 CHATML_PROMPT = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 CHATML = (

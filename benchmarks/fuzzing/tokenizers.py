@@ -1,7 +1,7 @@
 """
-Folders with a tokenizer whose files disagree or are damaged, through text/tokenizer.py and text/conversations.py.
+Folders with a tokenizer whose files disagree or are damaged, read through text/tokenizer.py and text/conversations.py.
 
-The reference is AutoTokenizer, and tokenizer.json by itself where that fails.
+The reference is AutoTokenizer, and tokenizer.json alone if that fails.
 """
 
 import json
@@ -17,7 +17,7 @@ CLASSES += ['LlamaTokenizerFast', 'Qwen2Tokenizer', 'GemmaTokenizer', 'BertToken
 
 
 def draw_tokenizer_folder(draw, folder):
-    """Write a folder with a tokenizer, whose files may disagree, or lack something."""
+    """Write a folder with a tokenizer whose files may disagree or lack something."""
     from tokenizers import AddedToken, Tokenizer, processors
 
     kind = draw.choice(TOKENIZERS)
@@ -100,7 +100,7 @@ def draw_tokenizer_folder(draw, folder):
 
 
 def check_tokenizer(draw, folder):
-    """A tokenizer's folder."""
+    """Check a case: the folder of a tokenizer."""
     import transformers
     from tokenizers import Tokenizer
 
@@ -120,7 +120,7 @@ def check_tokenizer(draw, folder):
         theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
         theirs.encode('a')
     except Exception:
-        theirs = None  # then tokenizer.json is all that there is
+        theirs = None  # then only tokenizer.json is left
     for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
         expected = raw.encode(text, add_special_tokens=False).ids
         check(
@@ -153,7 +153,7 @@ def check_chat_of_tokenizer(draw, folder, ours, theirs):
     try:
         examples = list(encoder.examples(chat_rows.conversation_of({'messages': messages})))
     except ValueError:
-        return  # a template that refuses this one refuses it in a line
+        return  # a template may refuse this conversation, in one line
     if theirs is None:
         return
     expected = theirs.apply_chat_template(messages, tokenize=False).rstrip()

@@ -1,4 +1,4 @@
-"""benchmarks/diloco_table.py: it runs, goes on where it was stopped, and the table says what the runs did."""
+"""benchmarks/diloco_table.py runs, goes on where it was stopped, and its table says what the runs did."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""benchmarks/fuzz.py finds nothing in a short run, and finds a fault of each kind where there is one."""
+"""benchmarks/fuzz.py finds nothing in a short run, and finds a fault of each kind if there is one."""
 
 import collections
 

@@ -86,7 +86,7 @@ def test_kernels_of_a_trace_are_summed_by_kind_and_gaps_are_idle(tmp_path):
 
 def test_tokens_per_second_by_wall_clock_hold_the_gaps_between_steps_and_neither_compiling_nor_the_trace():
     rows = [{'step': step, 'tokens': 100 * step} for step in (1, 10, 20, 30)] + [{'step': 30, 'val_loss': 1.0}]
-    came = {1: 60.0, 10: 70.0, 20: 75.0, 30: 99.0}  # the host slept in each step, the meter's clock stood still
+    came = {1: 60.0, 10: 70.0, 20: 75.0, 30: 99.0}  # between steps the host slept, and the meter's clock stood still
     output = [(second, f'10:00:00 step {step:2}/30 | loss 3.1000 | 9,000 tok/s\n') for step, second in came.items()]
     output.insert(3, (74.0, '10:00:00 step 19/30 | val loss 3.2\n'))
     assert gpu.wall_clock(output, rows, trace_step=28) == {'wall_tokens_per_sec': 200}

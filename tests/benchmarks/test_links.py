@@ -1,4 +1,4 @@
-"""links.py: all-reduces over every link there is, of one node and of two."""
+"""benchmarks/links.py: all-reduces over every link that there is, on one node and on two."""
 
 import json
 
@@ -21,13 +21,13 @@ with open(f'{{sys.argv[1]}}/rank{{os.environ["RANK"]}}.json', 'w') as file:
 
 @pytest.fixture
 def script(tmp_path):
-    """What each rank runs; it leaves its rows in the folder that it is given."""
+    """The script that each rank runs. It leaves its rows in a folder that it is given."""
     (tmp_path / 'rank.py').write_text(RANK)
     return tmp_path / 'rank.py'
 
 
 def start_node(number, script, port):
-    """torchrun's agent of one of two nodes with 2 ranks each, both on this machine."""
+    """Start torchrun's agent of one of two nodes with 2 ranks each, both on this machine."""
     torchrun = ['--nnodes=2', f'--node_rank={number}', '--master_addr=127.0.0.1', f'--master_port={port}']
     folder = script.parent
     log = folder / f'node{number}.log'

@@ -1,4 +1,4 @@
-"""The needles of benchmarks/long_context.py: each question has one answer, and it stands where it is said to stand."""
+"""The needles of benchmarks/long_context.py: each question has one answer, and it is at the depth that is claimed."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What the pictures of the strategies say is true: who holds how much, and how long a planned step takes."""
+"""The pictures of the strategies are true: who holds how much, and how long a planned step takes."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""Two hosts and a slow network on one machine (slow_link.py): as slow as asked, and what training sends over it."""
+"""Two hosts and a slow network on one machine (benchmarks/slow_link.py): the network is as slow as asked for, and
+training sends over it what the formulas say."""
 
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def namespaces():
 
 
 def processes_in(link):
-    """Ids of the processes in either namespace."""
+    """The ids of the processes in both namespaces."""
     return [
         pid
         for name in link.namespaces
@@ -52,7 +53,7 @@ def processes_in(link):
 
 
 def send(link, size):
-    """Send `size` bytes from the second host to the first: (Mbit/s, [bytes each interface sent])."""
+    """Send `size` bytes from the second host to the first; returns (Mbit/s, [bytes that each interface has sent])."""
     before = link.counters()
     receiver = link.start(0, [sys.executable, '-c', RECEIVE], subprocess.PIPE)
     assert receiver.stdout.readline() == b'ready\n'
@@ -86,7 +87,7 @@ def test_the_link_is_no_faster_than_asked_for_and_counts_every_byte(link):
 def test_without_a_rate_the_link_is_many_times_faster(link):
     link.shape(None)
     assert max(send(link, 50_000_000)[0] for _ in range(3)) > 200  # 5000 on a quiet machine
-    link.shape(100)  # and the rate can come back
+    link.shape(100)  # and it can be limited again
     assert send(link, 3_000_000)[0] < 105
 
 
@@ -151,7 +152,8 @@ H, ROUNDS = 40, 4
 
 
 def rounds(link, out_dir, *keys):
-    """Rows of the round ends of a run on 2 x 1 ranks, and what a host sent in all by the interface's counters."""
+    """(rows at the ends of rounds of a run on 2 x 1 ranks, all that a host has sent by the counters of the
+    interface)."""
     before = link.counters()
     run = [*MODEL, *TINY_RUN, '--dataset=synthetic', f'--out_dir={out_dir}', '--eval_interval=0', '--log_interval=10']
     run += [f'--inner_steps={H}', f'--max_iters={ROUNDS * H}', *keys]

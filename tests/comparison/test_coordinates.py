@@ -1,4 +1,4 @@
-"""The coordinate check, small; and its figures in docs/log.md, which take minutes (-m '')."""
+"""The coordinate check, in small; and its figures in docs/log.md, which take minutes (-m '')."""
 
 import json
 
@@ -21,7 +21,7 @@ dtype, max_iters, learning_rate = 'float32', 10, 1e-3
 
 
 def checked(folder, config, dataset):
-    """{(recipe, axis): {part: slope}} of compare.py, from what it leaves."""
+    """{(recipe, axis): {part: slope}} from the files that compare.py leaves."""
     run_script('compare.py', config, *dataset, f'--out_dir={folder}', '--device=cpu', timeout=3000)
     rows = json.loads((folder / 'coordinates.json').read_text())
     found = coordinates.slopes(rows)

@@ -1,4 +1,4 @@
-"""plots.py: pictures of runs. What was given is in them, as long as it was given, and nothing is cut off."""
+"""plots.py: pictures of runs. They show everything that they were given, at its length, and nothing is cut off."""
 
 import json
 import math
@@ -170,7 +170,7 @@ TIMES = {'data': 1, 'forward': 30, 'backward': 60, 'update': 13, 'total': 104, '
 
 
 def result(label, **changes):
-    """A row of results.json with everything known."""
+    """A row of results.json in which everything is known."""
     held = {'weights_gb': 0.02, 'gradients_gb': 0.02, 'optimizer_gb': 0.04}
     values = {f'time/{name}': ms for name, ms in TIMES.items()} | {f'mem/{name}': size for name, size in held.items()}
     values |= {'label': label, 'world_size': 2, 'mem/rank_max_gb': 0.5, 'comm/sent_gb': 0.021}
@@ -185,7 +185,7 @@ def without_numbers(label):
 
 
 def widths(axes, label):
-    """Lengths of the bars with this name in the legend, one for each row."""
+    """The lengths of the bars that have this name in the legend, one for each row."""
     return [bar.get_width() for bars in axes.containers if bars.get_label() == label for bar in bars]
 
 
@@ -198,7 +198,7 @@ def markers(axes, label):
 
 
 def check_page(figure, path):
-    """A PNG for a page of 800 to 1000 pixels; all text lies inside it, and the names of the rows do not overlap."""
+    """Check a PNG for a page of 800 to 1000 pixels: all text is inside it, and the names of rows do not overlap."""
     assert path.read_bytes().startswith(b'\x89PNG')
     width, height = figure.get_size_inches()
     box = figure.get_tightbbox()

@@ -1,4 +1,4 @@
-"""report.html of a sweep that ran, as a browser shows it: on a desk, on a phone, in the dark, and on paper."""
+"""report.html of a real sweep, as a browser shows it on a desktop, on a phone, in dark mode, and on paper."""
 
 import html
 import re
@@ -51,12 +51,12 @@ ROWS = '[...document.querySelectorAll("table")].at(-2).tBodies[0].rows'  # of th
 @pytest.mark.parametrize('how', [{}, {'width': 390}, {'scheme': 'dark'}, {'width': 700, 'media': 'print'}], ids=str)
 def test_a_browser_finds_no_error_no_address_and_nothing_that_is_too_wide(page, browser, tmp_path, how):
     browser.open(page, **how)
-    assert browser.run('document.title') == 'Sweep: out'  # and not what the script of a key would make of it
+    assert browser.run('document.title') == 'Sweep: out'  # and not what a script in a key would make of it
     assert browser.errors == []
     assert all(address == page.as_uri() or address.startswith('data:') for address in browser.requests)
     assert browser.run('document.documentElement.scrollWidth') == how.get('width', 1200)
     outside = 'rect => rect.width > 0 && rect.right > innerWidth + 1'
-    inside = '!e.closest(".wide")'  # what scrolls in its box
+    inside = '!e.closest(".wide")'  # .wide scrolls in its own box
     wide = f'[...document.body.querySelectorAll("*")].filter(e => {inside} && ({outside})(e.getBoundingClientRect()))'
     assert browser.run(f'{wide}.map(e => e.outerHTML)') == []
     assert browser.run('document.querySelector("svg text").getBoundingClientRect().height') > 6
@@ -122,7 +122,7 @@ def test_the_ladder_in_docs_is_what_its_runs_say(tmp_path):
     assert len(losses) == 20 and all(loss in chapter and loss in page for loss in losses)
     saved, again = (re.findall(r'(?:needs|and) ([\d.]+)x (\[.*?\])', text) for text in (page, table))
     assert len(saved) == 18 and all(f'{ratio}x {interval}' in chapter for ratio, interval in saved)
-    # Another machine's rounding may move the flat minimum of a law a little.
+    # The rounding of another machine may move the flat minimum of a law a little.
     assert [float(ratio) for ratio, _ in again] == pytest.approx([float(ratio) for ratio, _ in saved], rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Fits of laws and learning rates against laws that are known, and sweeps with real runs."""
+"""Fits of laws and learning rates to points of known laws, and sweeps with real runs."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def test_the_least_squares_are_those_of_all_choices_and_no_number_is_negative():
 
 
 def coverage(repetitions, times):
-    """How often the interval of a bootstrap holds the true loss at 10 times the compute, and the true exponent."""
+    """How often the interval of a bootstrap contains the true loss at 10 times the compute, and the true exponent."""
     compute, held = np.repeat(np.geomspace(1e13, 1e15, 5), 5), np.zeros(2)
     for seed in range(repetitions):
         losses = 1.98 + 0.9 * (compute / 1e14) ** -0.3 + np.random.default_rng(seed).normal(0, 0.004, 25)
@@ -74,7 +74,8 @@ def law_of(rows):
 
 @pytest.mark.slow
 def test_an_interval_holds_the_truth():
-    """25 repetitions of intervals of 95%: 20 or fewer have a probability of 0.3%, and the seeds are fixed."""
+    """The intervals are of 95%. That 20 or fewer of 25 contain the truth has a probability of 0.3%, and seeds are
+    fixed."""
     assert (coverage(25, times=60) >= 0.84).all()
 
 
@@ -136,7 +137,7 @@ def test_a_run_has_diverged_that_is_worse_than_at_its_beginning():
 
 @pytest.mark.slow
 def test_a_ladder_tells_the_compute_that_a_recipe_saves_and_foretells_the_next_size():
-    """Made of two known laws: the second recipe needs 1.25 times less compute at every loss."""
+    """The points come from two known laws, by which the second recipe needs 1.25 times less compute for every loss."""
     chance, rows = random.Random(1), []
     for recipe, factor in (('adamw', 1.0), ('adana', 1.25)):
         for size in range(5):
@@ -217,7 +218,7 @@ def test_a_sweep_runs_finds_its_best_rate_and_goes_on_where_it_was_stopped(tmp_p
 
 @pytest.mark.slow
 def test_runs_whose_length_follows_from_heads(tmp_path):
-    """compare.py looks at a run every 2 seconds, and for that has to know its length, which no key of the file says."""
+    """compare.py looks at a run every 2 seconds and must know its length then, which no key of the file gives."""
     text = SMALL.replace("'llama', 1, 2, 16, 16, 2", "'enoki', 1, 1, 16, 16, 8").replace('max_iters, ', '')
     text = text.replace('= 12, 1, 2, 0, 0.0', '= 100, 2, 0, 0.0') + 'heads, head_dim = 1, 16\n'
     process = start(tmp_path, text=text.replace('[1e-3, 1e-2, 1e5]', '[1e-3]').replace('[1, 2]', '[1]'))

@@ -1,4 +1,4 @@
-"""Evaluation on tasks while a run trains: it changes nothing, and its scores are evaluate.py's."""
+"""Evaluation on tasks while a run trains: it changes nothing in the run, and its scores are those of evaluate.py."""
 
 import importlib.util
 import json
@@ -60,7 +60,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def runs(data_dir, files, tmp_path_factory, has_slow_tests):
-    """{(name, ranks): (out_dir of a run without tasks, of one with)}, both of 5 steps, evaluated behind 2, 4 and 5."""
+    """{(name, ranks): (out_dir of a run without tasks, of one with tasks)}, both of 5 steps, evaluated after steps 2, 4
+    and 5."""
     folder = tmp_path_factory.mktemp('runs')
     models = {'lora': save_model(folder / 'llama', 'llama'), 'tuned': save_model(folder / 'gpt2', 'gpt2')}
     found = {}
@@ -73,7 +74,7 @@ def runs(data_dir, files, tmp_path_factory, has_slow_tests):
             if name in models:
                 of_model = ['--dataset=synthetic', f'--init_from={models[name]}']
             found[name, nproc] = [folder / f'{name}{nproc}_{with_tasks}' for with_tasks in ('without', 'with')]
-            # Under tensor parallelism nothing can be written.
+            # Under tensor parallelism no text can be generated.
             scored = files[: -1 if name == 'tensor' and nproc > 1 else None]
             of_tasks = [f'--eval_tasks={",".join(map(str, scored))}', '--eval_tasks_interval=2']
             for out_dir, keys in zip(found[name, nproc], ([], of_tasks), strict=True):
@@ -90,7 +91,7 @@ def runs(data_dir, files, tmp_path_factory, has_slow_tests):
 def test_a_run_is_the_same_to_the_bit_with_and_without(runs, name, nproc):
     without, with_tasks = map(metrics, runs[name, nproc])
     keys = ('step', 'tokens', 'loss', 'lr', 'grad_norm', 'val_loss')
-    start = [0] if name in ('lora', 'tuned') else []  # what a model was before is evaluated, too
+    start = [0] if name in ('lora', 'tuned') else []  # the model is also evaluated before the first step
     assert [row['step'] for row in with_tasks] == [*start, 1, 2, 3, 4, 5]
     for ours, theirs in zip(with_tasks, without, strict=True):
         assert [ours.get(key) for key in keys] == [theirs.get(key) for key in keys]
@@ -129,9 +130,9 @@ def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_a
                 assert found[task] == expected, (task, trained_on, nproc, shard)
                 continue
             assert found[task].keys() == expected.keys()
-            for score, value in expected.items():  # sums of two ranks' parts round otherwise
-                # A standard error rounds as what it is the spread of. A perplexity is the power of nats: what these are
-                # off by, relative to themselves, is multiplied by how many they are.
+            for score, value in expected.items():  # sums over two ranks round differently
+                # The error of a standard error is measured by the score whose spread it is. A perplexity is e to the
+                # power of nats, so the relative error of the nats is multiplied by their number.
                 size = max(abs(value), abs(expected[score.removesuffix('_stderr')]))
                 nats = max(1, math.log(size)) if 'perplexity' in score else 1
                 assert abs(found[task][score] - value) <= apart() * nats * size, (task, score, nproc, shard)
@@ -140,7 +141,7 @@ def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_a
 
 
 def test_scores_in_bf16_of_a_model_of_transformers_under_ddp_are_evaluates_to_the_bit(files, tmp_path):
-    """Its weights are float32 there, and evaluate.py's bf16."""
+    """The run has its weights in float32, evaluate.py has them in bf16."""
     init_from = save_model(tmp_path / 'llama', 'llama')
     keys = ['--dataset=synthetic', f'--init_from={init_from}', *RUN, '--dtype=bfloat16', f'--out_dir={tmp_path}/out']
     tasks = f'{",".join(map(str, files))}'
@@ -193,7 +194,8 @@ def test_a_resumed_run_may_ask_for_other_tasks(runs, files, data_dir, tmp_path):
 
 
 def score_in_train_mode(folder, data_dir, compiled):
-    """(generators' states before and after, whether each module trains, watchdog's calls, lines, scores, graphs)."""
+    """(states of the generators before and after, whether each module is in train mode, calls of the watchdog, lines,
+    scores, graphs)."""
     import torch._dynamo
 
     keys = {'n_layer': 2, 'n_head': 2, 'n_embd': 32, 'block_size': 32, 'vocab_size': 257, 'dropout': 0.5}

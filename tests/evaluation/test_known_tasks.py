@@ -1,4 +1,4 @@
-"""Rows of the hub's datasets become what lm-evaluation-harness 0.4.13 makes of them: its own code gave these texts."""
+"""Rows of datasets on the hub become what lm-evaluation-harness 0.4.13 makes of them. Its own code gave these texts."""
 
 import json
 

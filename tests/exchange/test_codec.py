@@ -1,4 +1,4 @@
-"""exchange/codec.py: what numbers become on their way, against float64 references written from the formulas."""
+"""exchange/codec.py: what becomes of numbers when they are sent, beside float64 references made from the formulas."""
 
 import math
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from exchange import codec
 
 DENSE = [dtype for dtype in codec.BYTES if dtype != 'top2bit']
-# Shards have any size: less than a chunk, a chunk and one more, blocks at both edges, one number, three dimensions.
+# Shards can have any size: less than a chunk, a chunk and one more, blocks at both edges, one number, three dimensions.
 SHAPES = [
     (1,),
     (3,),
@@ -29,7 +29,7 @@ SHAPES = [
 
 
 def random(*shape, seed=0):
-    """Normal numbers of sizes that differ from row to row."""
+    """Normal numbers; rows have different scales."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(shape[0], *[1] * (len(shape) - 1), generator=generator) + 0.1
     return torch.randn(shape, generator=generator) * scale
@@ -60,7 +60,7 @@ def test_a_round_trip_through_the_codec(dtype):
         assert error.max() <= 0.5001 / codec.LEVELS[dtype]  # half a step
         assert len((blocks[0, 0] / largest[0, 0]).unique()) <= 2 * codec.LEVELS[dtype] + 1
         assert torch.allclose(blocks.abs().amax(2, keepdim=True), largest)  # the largest is kept
-    again = codec.encode(decoded, dtype)  # what one replica decoded and sends on is the same for the next
+    again = codec.encode(decoded, dtype)  # if a replica sends on what it has decoded, the next one gets the same
     assert torch.allclose(codec.decode(again, dtype), decoded, rtol=apart())
 
 
@@ -89,7 +89,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_never_becomes_a_number(dtype):
 
 @pytest.mark.parametrize('dtype', DENSE)
 def test_a_payload_is_read_back_from_between_other_bytes(dtype):
-    """Rows that are cut out of a larger tensor are not contiguous."""
+    """Rows that are cut out of a larger tensor are not contiguous there."""
     payload = codec.encode(random(2, codec.BLOCKS.get(dtype, 256)), dtype)
     framed = torch.cat((torch.zeros(2, 8, dtype=torch.uint8), payload), dim=1)
     assert torch.equal(codec.decode(framed[:, 8:], dtype), codec.decode(payload, dtype))
@@ -99,7 +99,7 @@ def test_a_payload_is_read_back_from_between_other_bytes(dtype):
 
 
 def two_bits(numbers):
-    """The formula of SparseLoCo, number by number, in float64: (codes, what they decode as)."""
+    """The formula of SparseLoCo, number by number in float64: (codes, the values that they stand for)."""
     numbers = [float(number) for number in numbers]
     mean = math.fsum(numbers) / len(numbers)
     sigma = math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / len(numbers))
@@ -122,7 +122,8 @@ def test_two_bits_are_those_of_the_formula(seed):
 
 
 def test_two_bits_halve_the_error_of_a_grid_of_three_values():
-    """Of normal numbers, which is what the statistics are for: -max, 0 and max alone leave nearly all of them at 0."""
+    """For normal numbers, for which the statistics are made. A grid of -max, 0 and max would make nearly all of them
+    0."""
     numbers = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0))
     codes, table = codec.two_bits(numbers)
     error = (table.gather(1, codes.long()) - numbers).square().mean().sqrt()
@@ -142,7 +143,7 @@ def test_codes_are_packed_without_loss(n):
 
 
 def top2bit(tensor, k):
-    """(what a tensor decodes as, how many numbers are sent), chunk by chunk, in float64."""
+    """(the tensor after encoding and decoding, how many numbers are sent), chunk by chunk in float64."""
     matrix = tensor.double() if tensor.dim() == 2 else tensor.double().reshape(1, -1)
     height, width = (64, 64) if tensor.dim() == 2 else (1, 4096)
     places = []
@@ -174,7 +175,7 @@ def test_the_k_largest_of_each_chunk_are_sent_in_two_bits(shape, k):
     assert (decoded.view(shape) - expected).abs().max() <= apart() * tensor.abs().max()
     assert len(places.unique()) == len(places) == n == codec.kept(tensor.shape, k).sum()
     assert payload.dtype == torch.uint8 and len(payload) == sum(codec.sizes_of_parts(tensor.shape, k))
-    assert 16 + 1.75 * n <= len(payload) <= 16 + 1.75 * n + 3  # a table, 14 bits each, and what fills up bytes
+    assert 16 + 1.75 * n <= len(payload) <= 16 + 1.75 * n + 3  # a table, 14 bits each, padding to bytes
 
 
 def test_tensors_laid_end_to_end_are_those_alone():
@@ -191,8 +192,8 @@ def test_tensors_laid_end_to_end_are_those_alone():
 
 
 def test_the_host_neither_waits_for_the_device_nor_copies_to_it():
-    """The device 'meta' stands for a GPU: what needs a number from there raises an error, and a copy from the host's
-    memory, which is pageable, is seen."""
+    """The device 'meta' stands for a GPU. Reading a number from it raises an error, and copies to it from the host's
+    pageable memory are noted."""
     copies = []
 
     class Watch(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What the train scripts made of a Hugging Face folder, exported, loaded by transformers and peft, and sampled."""
+"""What train scripts have made of a Hugging Face folder is exported, loaded by transformers and peft, and sampled."""
 
 import json
 import re
@@ -20,7 +20,8 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
 )
-# Of older models: contradictory, which save_pretrained refuses, and a penalty that would change what is likeliest.
+# As in folders of older models: contradictory, which save_pretrained() refuses, and with a penalty that would change
+# which token is likeliest.
 GENERATION = '{"temperature": 0.9, "top_p": 0.6, "repetition_penalty": 9.0, "eos_token_id": [256, 0]}\n'
 CODE = """from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,8 +39,8 @@ SIZES |= {'num_attention_heads': 4, 'num_key_value_heads': 2, 'max_position_embe
 SIZES |= {'attention_dropout': 0.1, 'bos_token_id': 256, 'eos_token_id': 256}
 GPT2 = {'vocab_size': 260, 'n_embd': 48, 'n_layer': 2, 'n_head': 4, 'n_positions': 64}
 GPT2 |= {'bos_token_id': 256, 'eos_token_id': 256}
-LONG_STEPS = ['--learning_rate=1e-2', '--weight_decay=0.1']  # what does not move cannot be told from the original
-NO_STEPS = ['--learning_rate=1e-50']  # Adam runs, and adds what is 0 in fp32
+LONG_STEPS = ['--learning_rate=1e-2', '--weight_decay=0.1']  # else weights could not be told from the original's
+NO_STEPS = ['--learning_rate=1e-50']  # Adam runs, but its updates are 0 in fp32
 LORA = [*LONG_STEPS, '--lora_rank=4', '--lora_alpha=12']
 FSDP, MANUAL = ('train_fsdp.py', []), ('train_fsdp.py', ['--fsdp_impl=manual'])
 RUNS = {  # name: (folder of the model, (script, its arguments), more arguments)
@@ -62,12 +63,13 @@ RUNS = {  # name: (folder of the model, (script, its arguments), more arguments)
 
 
 def save_model(folder, config, dtype):
-    """A folder as the hub has it: a model with random weights, a tokenizer of bytes with a chat template, a licence."""
+    """Write a folder as the hub has it: a model with random weights, a tokenizer of bytes with a chat template, a
+    licence."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=True)
-    for parameter in model.parameters():  # ones and zeros would show no exchange of norms and biases
+    for parameter in model.parameters():  # with ones and zeros, swapped norms or biases would go unnoticed
         parameter.data += torch.randn_like(parameter) * 0.1
     model.save_pretrained(folder, max_shard_size='100KB')
     specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}
@@ -80,7 +82,7 @@ def save_model(folder, config, dtype):
 
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
-    """A folder with the folders of all models that are trained on."""
+    """A folder with the folders of all models that are fine-tuned."""
     import transformers
     from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
@@ -107,7 +109,7 @@ def runs(models, tmp_path_factory):
     for copy in range(20):
         for question, answer in QUESTIONS.items():
             messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
-            # What the template does not use, but the hash that decides on training or validation sees.
+            # The template ignores this, but the hash that decides between training and validation does not.
             lines.append(json.dumps({'messages': messages, 'chat_template_kwargs': {'copy': copy}}))
     (folder / 'chat.jsonl').write_text('\n'.join(lines))
     prepare = [f'--dataset={folder / "chat.jsonl"}', f'--tokenizer={models / "llama"}', f'--data_dir={folder / "data"}']
@@ -138,7 +140,7 @@ def runs(models, tmp_path_factory):
 
 @pytest.fixture
 def start(monkeypatch, capsys):
-    """start(script, *arguments): runs a script as it stands, in this process; returns (stdout, stderr)."""
+    """start(script, *arguments): runs a script itself, in this process; returns (stdout, stderr)."""
     monkeypatch.setattr(
         sys, 'excepthook', sys.excepthook
     )  # the scripts install their own: put this one back afterwards
@@ -155,7 +157,7 @@ def start(monkeypatch, capsys):
 
 @pytest.fixture
 def export(runs, start, tmp_path):
-    """export(run, *arguments): returns (folder, what export_model.py said)."""
+    """export(run, *arguments): returns (folder, what export_model.py has printed)."""
 
     def run(name, *arguments):
         folder = tmp_path / 'exports' / name
@@ -181,7 +183,7 @@ def loaded(folder, **options):
 
 
 def trained(models, runs, name):
-    """The model of a run in fp32, put together here: the original's class, W + alpha / r B A."""
+    """The model of a run in fp32, put together here: the class of the original, with W + alpha / r B A."""
     model = loaded(models / RUNS[name][0], dtype=torch.float32)
     weights, _ = checkpoint.load_weights(str(runs / name / 'checkpoints' / 'step_00000002'))
     state = model.state_dict() | {key: value for key, value in weights.items() if 'lora' not in key}
@@ -214,7 +216,7 @@ def test_transformers_loads_what_was_trained_with_equal_logits(name, models, run
     torch.testing.assert_close(theirs(x).logits, ours(x).logits, atol=1e-5, rtol=1e-5)
     first = loaded(original, dtype=torch.float32)(x).logits
     assert (theirs(x).logits - first).abs().max() > 1e-3  # it is not the original that was exported
-    assert stored(folder).keys() == stored(original).keys()  # a tied weight once, nothing of LoRA
+    assert stored(folder).keys() == stored(original).keys()  # a tied weight only once, and nothing of LoRA
 
 
 @pytest.mark.parametrize('name', [name for name in RUNS if name.startswith('unchanged')])
@@ -249,7 +251,7 @@ def test_a_model_stored_in_bfloat16_is_exported_so_unless_asked_otherwise(models
 
 
 def moved_and_kept(models, runs, name):
-    """(weights, how many the run has moved, how many of these are still others in bfloat16)"""
+    """(number of weights, how many the run has moved, how many of these still differ in bfloat16)."""
     before, after = loaded(models / RUNS[name][0], dtype=torch.float32), trained(models, runs, name)
     before, after = (torch.cat([tensor.flatten() for tensor in model.parameters()]) for model in (before, after))
     kept = (before != after) & (before.bfloat16() != after.bfloat16())
@@ -306,7 +308,7 @@ def test_samples_and_scores_are_of_the_weights_that_were_trained(runs, sample, t
         counted += [line for line in text.splitlines() if 'stay moved' in line]
     assert len(counted) == 2 and counted[0] == counted[1] and counted[0].endswith('--dtype=bfloat16 is faster)')
     dtypes = [json.loads(line)['dtype'] for line in results.read_text().splitlines()]
-    assert dtypes[:2] == ['float32'] * 2  # LoRA is computed apart from the weights beside it, which never were finer
+    assert dtypes[:2] == ['float32'] * 2  # LoRA is computed beside the weights, which were not finer before either
     auto = str(processes.choose_dtype('auto', torch.device('cpu'))).removeprefix('torch.')
     assert dtypes[2] == auto
 
@@ -381,8 +383,8 @@ def test_a_run_without_its_model_folder_gets_one_line(runs, export, tmp_path):
 
 
 def test_questions_of_the_conversations_are_answered_in_one_start(sample, tmp_path):
-    """By default as messages: the run was trained on conversations. The template ends an answer with <|im_end|>, which
-    the model's folder does not name."""
+    """By default they are sent as messages, since the run was trained on conversations. The template ends an answer
+    with <|im_end|>, which the model's folder does not name."""
     questions = tmp_path / 'questions.jsonl'
     questions.write_text('\n'.join(json.dumps({'prompt': question}) for question in QUESTIONS))
     text, _ = sample('chat', f'--prompts={questions}', '--temperature=0', '--max_new_tokens=20')
@@ -412,7 +414,7 @@ def test_stdout_has_the_answer_alone_and_a_system_message_is_rendered(sample, tm
     (tmp_path / 'text.txt').write_text(rendered)
     expected = sample('chat', f'--prompt=FILE:{tmp_path / "text.txt"}', '--num_samples=1', *options)[0]
     written = sample('chat', f'--prompt={question}', '--system=Be odd.', '--temperature=0', '--max_new_tokens=8')[0]
-    # As text, it goes on behind the end of the turn.
+    # As text, the model goes on after the end of the turn.
     assert expected.startswith(rendered) and expected.removeprefix(rendered).strip().startswith(written.strip())
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning transformers models: what is loaded, and what training computes, against transformers itself."""
+"""Fine-tuning of transformers models: what is loaded, and what training computes, beside transformers itself."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ from runtime import processes
 
 
 def loaded(folder, implementation, **options):
-    """A model of `folder` for training, sharded by an implementation, or whole on every rank."""
+    """The model of `folder` for training, sharded by an implementation, or whole on every rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -47,7 +47,7 @@ def loaded(folder, implementation, **options):
 
 
 def compare_with_transformers(folder, implementation):
-    """What the tests want to know of one model on these ranks."""
+    """What the tests need to know about one model on these ranks."""
     import transformers
 
     pretrained, model = loaded(folder, implementation, block_size=POSITIONS)
@@ -74,11 +74,11 @@ def compare_with_transformers(folder, implementation):
 
 
 def packing(folder, implementation):
-    """Logits of packed documents: against each alone, and after a change of another one."""
+    """Logits of packed documents: beside those of each document alone, and after another document has changed."""
     _, model = loaded(folder, implementation, block_size=POSITIONS)
     lengths = [5, 11, 1, 20]
     x = torch.randint(VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(9))
-    starts = torch.tensor([[0, *itertools.accumulate(lengths)]])  # the last is the end: a place that is not used
+    starts = torch.tensor([[0, *itertools.accumulate(lengths)]])  # the last one is the end, which is not used
     model.eval()
     with torch.no_grad():
         packed = model(x, None, starts).split(lengths, 1)
@@ -106,8 +106,8 @@ def self_test_of_a_wrong_attention(folder):
 
 
 def patience_with_rank_0(folder):
-    """For how long the other ranks wait for what rank 0 reads: weights that are stored under other names than they are
-    computed with, and the model again for the self-test."""
+    """For how long the other ranks wait for what rank 0 reads: weights whose stored names differ from those in the
+    model, and the model again for the self-test."""
     asked, on_rank_0 = [], processes.on_rank_0
 
     def ask(decide, *arguments, patience_s=None):
@@ -121,7 +121,7 @@ def patience_with_rank_0(folder):
 
 
 def self_test_of_a_state_space_model(folder):
-    """What the self-test says of it with conversations, and with text."""
+    """What the self-test says of a state-space model, for conversations and for text."""
     pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
     with pytest.raises(ValueError) as refused:
         finetune.self_test(model, model, pretrained, True, True, torch.device('cpu'))
@@ -159,7 +159,7 @@ def models(tmp_path_factory):
     scope='module', params=[pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
 def on_ranks(request, models):
-    """{'llama torch': what compare_with_transformers and packing returned} on so many ranks."""
+    """{'llama torch': what compare_with_transformers and packing returned, ...} on so many ranks."""
     return run_function(request.param, run_cases, models)[0]
 
 
@@ -178,7 +178,7 @@ def test_logits_after_a_sharded_load_are_those_of_from_pretrained_to_the_bit(on_
 def test_a_token_of_one_packed_document_changes_no_logit_of_another(on_ranks, kind, implementation):
     found = on_ranks[f'{kind} {implementation}']
     assert found['moved'] == [False, True, False, False]
-    assert found['alone'] < 1e-5  # other sums of floats than without a mask
+    assert found['alone'] < 1e-5  # with a mask, floats are summed in another order
 
 
 @pytest.mark.parametrize('on_ranks', [2], indirect=True)
@@ -289,7 +289,8 @@ DATASETS = {
 
 
 def losses_of_a_plain_loop(folder, prepared, dataset, **options):
-    """The losses of ten steps with transformers' class, AdamW and one process; packed documents run one by one."""
+    """The losses of ten steps by one process with the class of transformers and AdamW. Packed documents run one by
+    one."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -349,7 +350,7 @@ CASES += [('llama_tied', dataset, 6, name) for dataset in list(DATASETS)[2:] for
 CASES += [(kind, 'chats', 2, name) for kind in ('gpt2', 'mistral') for name in ('ddp', 'fsdp torch', 'fsdp manual')]
 
 
-# Of these the short suite: each strategy once, packed and not, and each kind of dataset.
+# The short suite has these: each strategy once, packed and not, and each kind of dataset.
 SHORT = [
     ('llama_tied', 'text', 2, 'ddp'),
     ('llama_tied', 'chats', 6, 'fsdp torch'),
@@ -386,7 +387,7 @@ def test_ten_steps_are_those_of_a_plain_transformers_loop(trained, plain, kind, 
 
 @pytest.fixture(scope='module')
 def plain(models, prepared):
-    """plain(kind, dataset): the plain loop's losses, computed once."""
+    """plain(kind, dataset): the losses of the plain loop, computed once."""
     found = {}
 
     def losses(kind, dataset):

@@ -1,6 +1,6 @@
 """
-Fine-tuning as a user does it: the whole path without a network, resuming, LoRA, memory, mistakes; against peft and
-transformers' Trainer.
+Fine-tuning as a user does it: the whole way without a network, resuming, LoRA, memory and mistakes, beside peft and the
+Trainer of transformers.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from runtime import checkpoint
 
 
 def start(script, *arguments, nproc=1, check=True, **env):
-    """Run a script on nproc ranks; [Ended(returncode, stdout, stderr) of each]."""
+    """Run a script on nproc ranks. Returns [Ended(returncode, stdout, stderr) of each]."""
     ranks = run_ranks([[script, *arguments]] * nproc, **env)
     for rank in ranks if check else ():
         assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
@@ -47,13 +47,13 @@ def start(script, *arguments, nproc=1, check=True, **env):
 
 
 def anonymous_memory():
-    """Bytes of this process that no file backs. Mapped files are the system's cache, and are given up when needed."""
+    """Bytes of this process that no file backs. Mapped files are in the system's cache, which gives them up on need."""
     with open('/proc/self/status') as file:
         return next(int(line.split()[1]) for line in file if line.startswith('RssAnon')) * 1024
 
 
 class Growth:
-    """How far anonymous memory rises above what it is now; a thread looks every millisecond."""
+    """How far anonymous memory rises above its present size. A thread looks every millisecond."""
 
     def __enter__(self):
         self.before = self.peak = anonymous_memory()
@@ -76,7 +76,7 @@ class Growth:
 
 
 def build(folder, implementation):
-    """(Pretrained, raw model, model to call): sharded over all ranks, on meta."""
+    """(Pretrained, raw model, model to call), sharded over all ranks and on the device 'meta'."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -96,14 +96,14 @@ def build(folder, implementation):
 
 
 def measure_load(folder, implementation):
-    """By how much each rank's memory grows: until the weights are there, and with the self-test."""
+    """By how much the memory of each rank grows until the weights are loaded, and with the self-test."""
     libc, large = ctypes.CDLL(None), 1 << 16
-    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: what is freed goes back at once, uncounted
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: freed memory goes back at once
         libc.mallopt(parameter, large)
     for name in ('small', 'large'):  # the first warms up: imports, buffers of gloo, threads
         pretrained, raw, model = build(f'{folder}/{name}', implementation)
         copy = 4 * sum(parameter.numel() for parameter in raw.parameters())
-        libc.malloc_trim(0)  # room that is there already would hide some growth
+        libc.malloc_trim(0)  # free room in the heap would hide some growth
         with Growth() as tested:
             with Growth() as loaded:
                 raw.to_empty(device='cpu')
@@ -127,7 +127,7 @@ def measure_loss(kind, tokens, width, vocabulary):
             loss = ChunkedCrossEntropy.apply(hidden, weight, targets, vocabulary, 0.0, True, cross_entropy)[0]
         else:
             loss = F.cross_entropy(hidden @ weight.T, targets, reduction='sum')
-        growth.look()  # for backward all logits are still there
+        growth.look()  # now all logits are still kept for backward
         loss.backward()
     return growth.bytes, loss.item()
 
@@ -180,7 +180,7 @@ def newest(out_dir):
 
 # --- offline ----------------------------------------------------------------------------------------------------------
 
-# Put on PYTHONPATH as sitecustomize.py: notes each address outside of this machine that a process turns to.
+# As sitecustomize.py on PYTHONPATH, it notes each address outside of this machine to which a process connects.
 WATCH = """
 import os, socket, sys
 HOME = ('localhost', socket.gethostname(), '127.0.0.1', '::1', '0.0.0.0', '::', '')
@@ -200,11 +200,11 @@ sys.addaudithook(watch)
 
 
 def without_network(folder, *command, check=True):
-    """Run a command in a network namespace of its own, which has nothing but a loopback interface."""
+    """Run a command in a network namespace of its own, which has only a loopback interface."""
     (folder / 'watch').mkdir(exist_ok=True)
     (folder / 'watch' / 'sitecustomize.py').write_text(WATCH)
     env = environment(PYTHONPATH=str(folder / 'watch'), ATTEMPTS=str(folder / 'attempts'), HF_HOME=str(folder / 'hf'))
-    env = {key: value for key, value in env.items() if not key.endswith('_OFFLINE')}  # the scripts' own business
+    env = {key: value for key, value in env.items() if not key.endswith('_OFFLINE')}  # the scripts have to set them
     shell = ['unshare', '-n', 'bash', '-c', 'ip link set lo up && exec "$@"', 'cut']
     result = subprocess.run(
         [*shell, *map(str, command)], env=env, cwd=REPO, capture_output=True, text=True, timeout=1200
@@ -256,7 +256,7 @@ def as_of_step_2(out_dir, copy):
 
 @pytest.fixture(scope='module')
 def resumed(prepared, tmp_path_factory):
-    """{name: losses} of six steps: without a break, and gone on with after step 2, when init_from was gone."""
+    """{name: losses} of six steps, without a break, and resumed after step 2 when init_from was no longer there."""
     folder = tmp_path_factory.mktemp('resumed')
     model = folder / 'model'
     save_model(model, 'llama')
@@ -326,7 +326,7 @@ FREEZE = r'embed|lm_head|layers\.0\.'
 
 
 def losses_of_a_plain_loop(model, prepared):
-    """Steps of AdamW on what of a transformers model is trainable, with the batches and the settings of RUN."""
+    """Losses of steps of AdamW on the trainable weights of a transformers model, with batches and settings of RUN."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -431,7 +431,7 @@ DILOCO = {  # options -> replicas, what is trained
 
 @pytest.mark.parametrize('case', slow_but(['one replica'], DILOCO))
 def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepared, tmp_path, case):
-    """4 outer steps, with a momentum that would move on what it holds."""
+    """In 4 outer steps, with a momentum that would keep moving all weights that it has."""
     from safetensors.torch import load_file
 
     options, replicas, is_trained = DILOCO[case]
@@ -443,7 +443,7 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
         load_file(models / 'llama/model.safetensors'),
     )
     trained = {name for name in weights if is_trained(name)}
-    held = stored.keys() & weights.keys()  # of LoRA nothing
+    held = stored.keys() & weights.keys()  # empty for LoRA
     assert trained and {name for name in held if not torch.equal(weights[name], stored[name])} == trained & held
     assert all(weights[name].any() for name in trained)
     numbers = sum(weights[name].numel() for name in trained)
@@ -451,7 +451,7 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
     assert len(sent) == 4
     if replicas == 1:
         assert not any(sent)
-    elif 'sparse' in case:  # of small matrices a table of 16 bytes for each is half of it
+    elif 'sparse' in case:  # for small matrices, half of the bytes are a table of 16 bytes for each
         assert all(formula[0] < size < 0.1 * 4 * numbers for size in sent)
     else:
         assert formula == [4 * numbers] * 4  # 2 replicas send half of the adapters twice, in fp32
@@ -469,7 +469,8 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
 def large(tmp_path_factory):
     """Folders with a model of 97 million parameters, in fp32 and bf16, and with a small one.
 
-    It has 80 thin blocks: on a CPU, the few that each rank gathers to compute the self-test are host memory, too.
+    The large one has 80 thin blocks, because on a CPU the few blocks that each rank gathers for the self-test are in
+    host memory, too.
     """
     import transformers
 
@@ -536,7 +537,7 @@ def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(tmp_path):
     )
 
     def rows(dataset, windows):
-        """Examples of length + 1 tokens: Trainer's model shifts the labels itself."""
+        """Examples of length + 1 tokens, since the model shifts labels itself under Trainer."""
         return [{'input_ids': row, 'labels': row} for row in torch.from_numpy(dataset.read(windows))]
 
     class InOrder(transformers.Trainer):
@@ -609,7 +610,7 @@ def test_a_model_answers_the_twenty_questions_that_it_was_taught(tmp_path):
 
 
 def mistake(script, *arguments, nproc=2):
-    """The one line that tells of a mistake. Every rank ends with it, or with one that points to it; none hangs."""
+    """The one line about a mistake. Every rank ends with it, or with a line that points to it, and none hangs."""
     ranks = start(script, *RUN, '--max_iters=2', *arguments, nproc=nproc, check=False)
     lines = []
     for number, rank in enumerate(ranks):
@@ -625,7 +626,7 @@ def mistake(script, *arguments, nproc=2):
 
 @pytest.fixture
 def model(models, tmp_path):
-    """A copy of a model's folder, to be damaged."""
+    """A copy of a model's folder, which tests damage."""
     return Path(shutil.copytree(models / 'llama', tmp_path / 'model'))
 
 

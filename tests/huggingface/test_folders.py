@@ -1,4 +1,4 @@
-"""Folders of models as people have them: loaded as from_pretrained loads them, or refused in one line."""
+"""Folders of models as people have them are loaded as from_pretrained() loads them, or refused in one line."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def loaded(folder):
 
 @torch.no_grad()
 def assert_loaded_as_by_transformers(folder):
-    """By training, and by the reference of its self-test. Returns the Pretrained."""
+    """Assert that training and the reference of its self-test load it so. Returns the Pretrained."""
     import transformers
 
     x = torch.randint(VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(3))

@@ -102,7 +102,7 @@ def test_a_base_in_bfloat16_trains_as_one_in_float32_to_the_bit(run_of, name, np
 @pytest.mark.parametrize('kind', slow_but(['gemma_64'], ['llama_64', 'qwen2_64', 'gpt2_64', 'gemma_64']))
 @pytest.mark.parametrize('name', slow_but(['ddp'], ['ddp', 'torch', 'manual']))
 def test_so_it_does_when_it_computes_in_bfloat16(run_of, name, kind):
-    """Tied, with biases, with a scaled embedding: under DDP autocast leaves the residual stream in float32."""
+    """With tied weights, biases, a scaled embedding. Under DDP, autocast leaves the residual stream in float32."""
     losses = [column(run_of(name, 1, frozen, 'bfloat16', kind), 'loss') for frozen in ('bfloat16', 'float32')]
     assert len(losses[0]) == STEPS and losses[0] == losses[1]
 
@@ -163,8 +163,8 @@ def test_nf4_takes_half_a_byte_and_two_bytes_for_each_64_weights(run_of):
 
 
 def test_what_is_packed_is_what_the_folder_has(models, run_of):
-    """Whichever rank has read it: a checkpoint of LoRA leaves it out, so a run on three ranks is compared by its loss
-    and here the rows of a Linear as they are read alone."""
+    """Whichever rank has read it. Checkpoints of LoRA do not have it, so a run on three ranks is compared by its loss,
+    and here the rows of a Linear are compared as they are read."""
     pretrained = finetune.Pretrained(str(models / 'llama_64'), lora_rank=4, frozen_dtype='nf4')
     seen = finetune.seen_in_training(pretrained)
     matrix = torch.randn(64, 128)
@@ -296,7 +296,8 @@ def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models,
 
 
 def test_what_rounding_would_cost_is_counted_from_the_base_that_training_saw(run_of, tmp_path):
-    """Nearly every weight is far from the folder's, but what LoRA has moved by less than a bfloat16 is lost in one."""
+    """Nearly every weight is far from that in the folder. But where LoRA has moved a weight by less than the distance
+    of two bfloat16 numbers, rounding loses that."""
     out_dir = run_of('ddp', 1, 'nf4', keys=(*LORA, '--learning_rate=1e-5'))
     said = run_script('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "merged"}').stdout
     assert float(re.search(r'and (\d+)% of these stay moved in bfloat16: written in float32', said)[1]) < 20, said
@@ -320,7 +321,7 @@ def test_scores_are_of_the_base_that_it_was_trained_beside(run_of, tmp_path, sha
 
 
 def test_tasks_in_a_run_are_scored_on_the_same_weights(models, run_of, tmp_path):
-    """Under DDP in bfloat16, where weights are cast for that, and those in nf4 stay bytes."""
+    """Under DDP in bfloat16, where weights are cast for the scoring while those in nf4 stay bytes."""
     task = tmp_path / 'task.jsonl'
     items = [{'context': f'What is {n}?', 'choices': [f' {n}', ' no'], 'gold': 0} for n in range(6)]
     task.write_text('\n'.join(map(json.dumps, items)))

@@ -1,4 +1,4 @@
-"""Checkpoints of LoRA, which hold what is trained alone; dropout, rsLoRA and modules_to_save beside peft."""
+"""Checkpoints of LoRA, which hold only what is trained; dropout, rsLoRA and modules_to_save beside peft."""
 
 import json
 import shutil
@@ -107,7 +107,7 @@ def test_a_checkpoint_has_the_size_of_what_is_trained(models, whole):
 
 
 def test_other_weights_of_the_same_shapes_are_refused_and_a_copy_elsewhere_is_not(models, whole, tmp_path):
-    """Before anything is trained, whatever reads the run."""
+    """By everything that reads the run, and before anything is trained."""
     other = tmp_path / 'other'
     shutil.copytree(models / 'llama', other)
     change_a_layer(other)
@@ -134,7 +134,7 @@ def test_other_weights_of_the_same_shapes_are_refused_and_a_copy_elsewhere_is_no
 
 
 def change_a_layer(folder):
-    """As a merged adapter would: one matrix of one block, of the same shape."""
+    """Change one matrix of one block and keep its shape, as a merged adapter would."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / 'model.safetensors')
@@ -143,7 +143,7 @@ def change_a_layer(folder):
 
 
 def save_as_earlier_versions_did(model, source, out_dir):
-    """A checkpoint of a run with LoRA, again, with the base in it and without a fingerprint."""
+    """Save a checkpoint of a run with LoRA once more, with the base in it and without a fingerprint."""
     pretrained = finetune.Pretrained(model, block_size=32, lora_rank=4)
     with torch.device('meta'):
         raw = finetune.for_training(pretrained)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face folders, computed by model.py: --native=True, against transformers' own classes."""
+"""Models of Hugging Face folders that model.py computes (--native=True), beside the classes of transformers."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from model import GPT
 LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 5e4, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 LLAMA3 |= {'original_max_position_embeddings': 32}
 YARN = {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16}
-# What these architectures have in folders that people have: heads, biases, rotations, a head of its own or not.
+# What these architectures vary in people's folders: heads, biases, rotations, and whether the output head is tied.
 FOLDERS = {
     'llama': ('llama', {}),
     'tied': ('llama_tied', {}),
@@ -158,7 +158,7 @@ def test_what_model_py_cannot_compute_is_refused_with_the_property(tmp_path, nam
 
 @pytest.mark.parametrize('asked', [{'rope_theta': None, 'yarn': []}, {'rope_theta': 2e4, 'yarn': []}])
 def test_a_run_reads_its_folder_again_as_it_did_at_first(tmp_path, asked):
-    """Whose own extension reaches further than its positions, as in folders of Qwen."""
+    """The folder's own extension reaches further than its positions, as in folders of Qwen."""
     rotation = {**YARN, 'original_max_position_embeddings': 32}
     folder = save_model(tmp_path / 'run' / 'model', 'llama', rope_parameters=rotation)
     first = finetune.Pretrained(folder, block_size=24, **asked)
@@ -193,7 +193,7 @@ RUN = [*TINY_RUN, '--block_size=48', '--global_batch_size=12', '--batch_size=1',
 RUN += ['--lr_schedule=constant', '--warmup_iters=0', '--dataset=chats', '--eval_iters=1', '--checkpoint_interval=2']
 RUN += ['--keep_checkpoints=3', f'--max_iters={STEPS}', '--native=True']
 ALONE = ['--inner_steps=2', '--outer_lr=1', '--outer_momentum=0']
-# The layouts that transformers' classes do not have, and one of each that they have.
+# The layouts that classes of transformers cannot have, and one of each kind that they can have.
 LAYOUTS = {
     'ddp': (1, 'train_ddp.py', []),
     'fsdp': (2, 'train_fsdp.py', []),
@@ -215,7 +215,7 @@ CASES = [
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, has_slow_tests):
-    """A folder with KIND/LAYOUT of each, KIND/theirs by transformers' class, and KIND/model."""
+    """A folder with KIND/LAYOUT for each layout, KIND/theirs by the class of transformers, and KIND/model."""
     root = tmp_path_factory.mktemp('native')
     write_chats(root / 'chats.jsonl')
     for kind in KINDS:
@@ -281,7 +281,7 @@ def test_it_is_sampled_from_and_scored_as_any_fine_tuned_model(runs, tmp_path):
 
 
 def test_a_run_goes_on_under_another_layout_when_its_folder_is_gone(runs, tmp_path):
-    """Chats, whose tokenizer and configuration out_dir has kept."""
+    """A run on chats, whose tokenizer and configuration are kept in out_dir."""
     out_dir, model = tmp_path / 'run', tmp_path / 'model'
     shutil.copytree(runs / 'llama_tied' / 'model', model)
     common = [*RUN, f'--init_from={model}', f'--data_dir={runs / "llama_tied" / "data"}', f'--out_dir={out_dir}']

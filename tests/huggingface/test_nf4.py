@@ -13,7 +13,8 @@ LEVELS = torch.tensor(nf4.LEVELS, dtype=torch.float64)
 
 
 def some_weights(rows=37, columns=192, dtype=torch.float32):
-    """Normal, and what is not: a block of zeros, one of a single number, ties between two levels, 1e-30, 1e30."""
+    """Normal numbers, and among them a block of zeros, a block of a single number, ties between two levels, 1e-30 and
+    1e30."""
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.02
     weight[3, :64] = 0
     weight[4] = 0
@@ -25,7 +26,7 @@ def some_weights(rows=37, columns=192, dtype=torch.float32):
 
 
 def unpacked(packed):
-    """(codes (rows, columns), scales (rows, blocks)), byte by byte as the head of nf4.py says."""
+    """(codes (rows, columns), scales (rows, blocks)), byte by byte as the docstring of nf4.py says."""
     columns = packed.shape[1] * 64 // 34
     codes, scales = [], []
     for row in packed.tolist():
@@ -83,7 +84,7 @@ def test_rows_packed_alone_are_those_of_the_whole_and_packing_again_changes_no_b
 @pytest.mark.parametrize('autocast', [False, True])
 @pytest.mark.parametrize('stored', ['nf4', 'bfloat16'])
 def test_output_and_gradients_are_those_of_the_dequantised_matrix_to_the_bit(stored, autocast, is_transposed, rows):
-    """As of a Linear or Conv1D with LoRA, whose two matrices get gradients, too."""
+    """For a Linear or Conv1D with LoRA, whose two matrices get gradients, too."""
     weight, generator = some_weights(rows, 192), torch.Generator().manual_seed(1)
     packed = nf4.quantise(weight) if stored == 'nf4' else weight.bfloat16()
     plain = nf4.whole(packed, torch.float32)
@@ -122,7 +123,7 @@ def test_between_forward_and_backward_the_bytes_alone_are_kept():
 @pytest.mark.slow
 @pytest.mark.parametrize('stored', ['nf4', 'bfloat16'])
 def test_compiled_no_whole_matrix_is_kept_either(stored):
-    """By the partitioner that every backend of torch.compile for training has."""
+    """Tested with the partitioner that all backends of torch.compile use for training."""
     weight = some_weights(128, 192)
     packed = nf4.quantise(weight) if stored == 'nf4' else weight.bfloat16()
     x = torch.randn(3, 192, requires_grad=True)
@@ -148,7 +149,7 @@ def test_compiled_no_whole_matrix_is_kept_either(stored):
 
 @pytest.fixture
 def alone():
-    """A process group of this process, which reads weights that others would wait for."""
+    """A process group of this process alone, which reads weights for which other ranks would wait."""
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -167,7 +168,8 @@ def training_model(folder, **keys):
 @pytest.mark.parametrize('kind', ['llama_64', 'qwen2_64', 'gpt2_64', 'gemma_64', 'mixtral_64'])
 @pytest.mark.parametrize('frozen_dtype', ['bfloat16', 'nf4'])
 def test_a_model_computes_what_its_class_does_with_the_weights_that_it_stands_for(alone, tmp_path, kind, frozen_dtype):
-    """Tied, with biases, a scaled embedding, Conv1D, experts; of an fp32 folder, so that bfloat16 rounds it, too."""
+    """With tied weights, biases, a scaled embedding, Conv1D and experts; from an fp32 folder, so that bfloat16 rounds,
+    too."""
     save_model(tmp_path, kind)
     pretrained, model = training_model(tmp_path, frozen_dtype=frozen_dtype)
     held = {parameter.dtype for parameter in model.parameters()}

@@ -1,4 +1,5 @@
-"""Folders of models that benchmarks/fuzz.py drew and that ended in a traceback, or were trained as another model."""
+"""Folders of models that benchmarks/fuzz.py has drawn, and that once ended in a traceback or were trained as another
+model."""
 
 import json
 import shutil
@@ -22,7 +23,7 @@ def folders(tmp_path_factory):
 
 
 def copy_of(folder, tmp_path, **changes):
-    """A copy with other values in config.json."""
+    """A copy of a folder with other values in its config.json."""
     shutil.copytree(folder, tmp_path / 'model')
     path = tmp_path / 'model' / 'config.json'
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,4 +1,4 @@
-"""expert_parallel planned: bytes, memory and time of a step beside those of ranks that run, reports, layouts."""
+"""Plans with expert_parallel: bytes, memory and time of a step beside those of real ranks; reports, layouts."""
 
 import json
 import re
@@ -16,7 +16,7 @@ import tensor_manual
 from model import GPT, ModelConfig
 from planning import layouts, memory, report, sizes, step_time, traffic
 
-# Each token meets all experts: so as many rows travel as the formula says, whatever the routers have learned.
+# Each token goes to all experts, so as many rows travel as the formula says, whatever the routers have learned.
 SHAPE = {'arch': 'qwen3', 'n_layer': 3, 'n_head': 4, 'n_embd': 128, 'vocab_size': 512, 'block_size': 16}
 SHAPE |= {'n_experts': 4, 'experts_per_token': 4, 'expert_hidden_dim': 96}
 RUN = [f'--{key}={value}' for key, value in SHAPE.items()]
@@ -91,7 +91,7 @@ def config_of(**changes):
 
 
 def exchanged_bytes(mode):
-    """Of rows, those that this rank sends to others in a micro-step of the model."""
+    """Bytes of the rows that this rank sends to others in a micro-step of the model."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(**SHAPE))
     expert_manual.split(model, tensor_manual.Ranks(dist.get_rank(), 2, dist.group.WORLD.group_name))
@@ -132,12 +132,12 @@ def test_what_is_whole_on_a_rank_is_its_part_of_the_experts():
     dense = model.parameter_counts()['total'] - experts
     whole, parts = (memory.memory_bytes(config | {'expert_parallel': t}, model, 4, 'fsdp') for t in (1, 2))
     for part in ('weights', 'gradients', 'optimizer'):
-        assert parts[part] == whole[part]  # 1/4 of all, whoever shares the experts
+        assert parts[part] == whole[part]  # 1/4 of everything, however experts are shared
     assert whole['gradients'] + whole['accumulated'] == 4 * (dense + experts)
     assert parts['gradients'] + parts['accumulated'] == 4 * (dense + experts / 2)
-    assert whole['gathered'] - parts['gathered'] == 3 * 4 * (experts / 4) / 2  # of three blocks, half of their experts
+    assert whole['gathered'] - parts['gathered'] == 3 * 4 * (experts / 4) / 2  # half of the experts of three blocks
     alone = memory.memory_bytes(config | {'expert_parallel': 4}, model, 4, 'fsdp')
-    assert whole['gathered'] - alone['gathered'] == 4 * (experts / 4) * (3 - 1 / 4)  # which do not travel: one block's
+    assert whole['gathered'] - alone['gathered'] == 4 * (experts / 4) * (3 - 1 / 4)  # these do not travel: one block's
     diloco = dict(num_replicas=2, exchange_dtype='float32', error_feedback=False, num_fragments=1, outer_on_host=False)
     held = memory.memory_bytes(config | diloco | {'expert_parallel': 2}, model, 4, 'diloco')
     assert held['weights'] == 4 * (dense + experts) / 2 and held['outer'] == 2 * held['weights']

@@ -22,7 +22,7 @@ KNOBS = {key: knob.default for key, knob in read_knobs(REPO / 'compare.py').item
 
 
 def cluster(gpus, node_gpus=8, compute=1.0, links=1.0):
-    """H100s; compute, links: how many times as fast as they are."""
+    """A cluster of H100s. compute, links: how many times as fast as theirs they are."""
     cluster = step_time.assumed('h100', gpus, node_gpus)
     scale = (1 / compute, 1 / compute)
     faster = [
@@ -45,7 +45,7 @@ def test_a_ring_over_nodes_has_their_network_cards():
     assert step_time.ring(two_nodes, 8, stride=1).bandwidth == 0.8 * 450e9  # one node: NVLink
     assert step_time.ring(two_nodes, 16, stride=1).bandwidth == 8 * 0.8 * 50e9  # 8 cards are slower than NVLink
     assert step_time.ring(two_nodes, 2, stride=8).bandwidth == 0.8 * 50e9  # the i-th GPU of each: its own card
-    # 15 steps, of which one goes from node to node
+    # 15 steps, one of which goes from node to node
     assert step_time.ring(two_nodes, 16, stride=1).latency == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6)
 
 
@@ -81,14 +81,14 @@ def test_fsdp_waits_for_all_its_bytes_or_hides_them_behind_a_slow_gpu(stage):
     latency = 8.4e-6 + 7 * 3.4e-6
     assert found['exposed'] == pytest.approx(collectives * latency + sent / (0.8 * 450e9), rel=1e-4)
     slow = step_time.step(config, 'fsdp', cluster(8, compute=1e-4))
-    assert slow['exposed'] < found['exposed']  # what comes first and last, without anything beside it
+    assert slow['exposed'] < found['exposed']  # exposed is what comes first and last, with nothing beside it
 
 
 @pytest.mark.parametrize(('script', 'strategy'), [('train_ddp.py', 'ddp'), ('train_fsdp.py', 'fsdp')])
 def test_the_hosts_part_in_what_is_waited_for_counts_once(script, strategy):
     keys = {**KEYS, 'fsdp_impl': 'manual', 'global_batch_size': 8}
     config = layouts.keys_of(script, keys, on_cpu=True)
-    cpus = step_time.cpu_cluster(4, 4, cores=4, gb=8)  # so slow that all is hidden which can be
+    cpus = step_time.cpu_cluster(4, 4, cores=4, gb=8)  # so slow that everything is hidden that can be
     cpus = cpus._replace(within=step_time.Link(1e9, 1e9, 0.0, 0.0))
     without, with_host = (step_time.step(config, strategy, cpus._replace(host=host)) for host in (0.0, 1e-9))
     sent = traffic.communication_bytes(config, sizes.empty_model(config), 4, strategy)['sent']
@@ -129,7 +129,7 @@ def test_over_gloo_tensor_parallelism_sends_slices_straight_to_their_rank():
 
 
 def time_of_schedule(stages, chunks, micro_steps, seconds):
-    """When the last action of pipeline_manual's schedule ends. seconds: of (forward, backward) of each stage."""
+    """When the last action of pipeline_manual's schedule ends. seconds: (forward, backward) of each stage."""
     queues = [pipeline_manual.order_of_stage(stage, stages, chunks, micro_steps) for stage in range(stages)]
     ready = {pipeline_manual.Action('forward', 0, micro_step): 0.0 for micro_step in range(micro_steps)}
     free = [0.0] * stages
@@ -165,7 +165,7 @@ def test_stages_that_share_a_core_lose_nothing_to_the_bubble():
     alone = step_time.step(config, 'pipeline', cluster(4, links=1e9))
     shared = step_time.step(config, 'pipeline', cluster(4, links=1e9)._replace(crowd=4.0))
     assert alone['bubble'] / alone['compute'] == pytest.approx(3 / 8, rel=0.02)
-    # While half of the stages work, each has twice the core: 6 units of F + B take half as long.
+    # While only half of the stages work, each has twice as much of the core, so 6 units of F + B take half as long.
     assert shared['bubble'] == pytest.approx(alone['bubble'] - 3 / 8 * alone['compute'], abs=0.02 * alone['compute'])
 
 

@@ -1,4 +1,4 @@
-"""Memory and traffic predicted against those of real runs, exact counts, and what --dry_run prints."""
+"""Predicted memory and traffic beside those of real runs, exact counts, and what --dry_run prints."""
 
 import importlib.util
 import itertools
@@ -44,7 +44,7 @@ def shape_of(name, **changes):
 
 
 def config_of(shape, **changes):
-    """What a train script passes: its resolved config."""
+    """The resolved config that a train script passes."""
     config = {
         'batch_size': 4,
         'global_batch_size': 32,
@@ -94,7 +94,7 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.peak = 0
-        self.storages = {}  # id -> weak reference; the size is asked anew each time, since fully_shard resizes storages
+        self.storages = {}  # id -> weak reference; sizes are read each time, since fully_shard resizes storages
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -135,7 +135,7 @@ def measure(shape, config):
 
 
 def measure_step(model, config):
-    """As measure(), of a model that is there."""
+    """Like measure(), for a given model."""
     optimizer = optim.make_optimizer(model, config['optimizer'], config['learning_rate'], 0.9, 0.95, 0.1)
     tokens = torch.randint(model.config.vocab_size, (config['batch_size'], config['block_size']))
     model(tokens, tokens)[0].backward()
@@ -164,7 +164,7 @@ def measure_step(model, config):
         ('enoki', 'float32', 'selective', 1000),
         pytest.param(
             'enoki', 'bfloat16', 'none', 40000, marks=pytest.mark.slow
-        ),  # so large that the loss takes two chunks
+        ),  # large enough for two chunks of the loss
         pytest.param('gpt2', 'float32', 'none', 100000, marks=pytest.mark.slow),  # four chunks
         ('llama with grouped queries', 'float32', 'none', 1000),
         ('llama with grouped queries', 'bfloat16', 'full', 1000),
@@ -223,7 +223,7 @@ def test_on_cuda_a_block_keeps_what_its_kernels_save(matmul_dtype):
     norms = 2 * (2 * C + 2 * C + 8)  # input and result; per token two fp32 numbers at most
     attention = 2 * (Q + 2 * K) + 2 * (Q + K) + 2 * Q + 4 * H + 2 * Q  # qkv, rotated, output, logsumexp, its copy
     mlp = 4 * 2 * hidden  # gate, silu(gate), up and product
-    if matmul_dtype:  # a byte in place of two for the inputs of qkv, proj and down; gate and up have a copy each
+    if matmul_dtype:  # one byte in place of two for the inputs of qkv, proj and down; gate and up have a copy each
         norms, attention, mlp = norms - C, attention - Q, mlp - hidden
     tokens = 4 * 128
     assert kept_of(5) - kept_of(4) == pytest.approx(tokens * (norms + attention + mlp), rel=0.01)
@@ -231,7 +231,7 @@ def test_on_cuda_a_block_keeps_what_its_kernels_save(matmul_dtype):
 
 @pytest.fixture(scope='module')
 def four_ranks():
-    """A process group whose collectives do nothing: this process is rank 0 of 4."""
+    """A process group in which this process is rank 0 of 4, and collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group('fake', rank=0, world_size=4, store=FakeStore())
@@ -283,7 +283,7 @@ def test_predicted_memory_under_sharding_is_exact_for_states_and_covers_the_peak
     config = config_of(shape, **{**FSDP, **changes})
     predicted = predicted_memory(config, shape.to_dict(), world_size=4, strategy='fsdp')
     measured, peak = measure_sharded(shape, config)
-    if config['accumulate'] == 'unsharded':  # whole ones before the last micro-step; what is left in the end is a shard
+    if config['accumulate'] == 'unsharded':  # they are whole before the last micro-step, and a shard at the end
         whole = predicted['gradients'] + predicted['accumulated']
         assert whole == 4 * counts_of(shape)['total']
     for part, size in measured.items():
@@ -363,7 +363,8 @@ OF_OTHER_KINDS = {'gemma2': ('gemma2', WITH_GROUPS | {'head_dim': 32}), 'mixtral
 
 @pytest.fixture(scope='module')
 def pretrained_of(tmp_path_factory):
-    """name, options -> the Pretrained of a folder that has the configuration of a tiny model, and no weights."""
+    """A function (name, options) that returns the Pretrained of a folder with a tiny model's configuration and no
+    weights."""
     import transformers
 
     from huggingface import finetune
@@ -380,8 +381,8 @@ def pretrained_of(tmp_path_factory):
 
 
 def model_of(pretrained, dtype='float32', sharded=False, is_whole=False):
-    """As a train script makes it on a CPU. sharded: with the weights in dtype, as FSDP hands them to forward. is_whole:
-    as train_ddp.py has it."""
+    """The model as a train script makes it on a CPU. sharded: its weights are in dtype, as FSDP gives them to forward.
+    is_whole: as in train_ddp.py."""
     from huggingface import finetune, lora
 
     torch.manual_seed(0)
@@ -398,7 +399,7 @@ def model_of(pretrained, dtype='float32', sharded=False, is_whole=False):
 
 
 def keys_of(pretrained):
-    """What a train script has of it in its config."""
+    """The keys of a Pretrained that a train script has in its config."""
     keys = {'init_from': pretrained.folder, 'out_dir': 'none', 'dry_run': True, 'trust_remote_code': False}
     return {**pretrained.to_dict(), **keys}
 
@@ -502,7 +503,7 @@ def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
 def test_predicted_memory_beside_a_base_of_fewer_bytes_is_what_a_step_holds(
     pretrained_of, name, dtype, checkpointing, frozen_dtype
 ):
-    """A whole matrix exists while its layer computes, and is no part of what forward keeps."""
+    """A whole matrix exists only while its layer computes, so forward does not keep it."""
     pretrained = pretrained_of(name, lora_rank=4, frozen_dtype=frozen_dtype)
     config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
     predicted = predicted_memory(config, keys_of(pretrained), world_size=1)
@@ -609,7 +610,7 @@ ZERO['DeepSpeed, offload'] = ('train_deepspeed.py', '--zero_stage=2', '--cpu_off
 
 @pytest.fixture(scope='module')
 def measured_runs(tmp_path_factory):
-    """{(ranks, name): out_dir} of two steps with every engine; on 3 ranks not each with each."""
+    """{(ranks, name): out_dir} of two steps with every engine; not all combinations on 3 ranks."""
     runs, cases = {}, {2: [], 3: []}
     folder = tmp_path_factory.mktemp('measured')
 
@@ -643,7 +644,7 @@ def test_predicted_bytes_are_those_that_the_engines_send(measured_runs):
         strategy = about['script'].removeprefix('train_').removesuffix('.py')
         predicted = predicted_traffic(about['config'], about['config'], ranks, strategy)
         sent = column(out_dir, 'comm/sent_gb')
-        # A round of DiLoCo is both steps. Of the others the second counts: in its first, DeepSpeed gathers more.
+        # A round of DiLoCo is both steps. With others the second step counts; in the first DeepSpeed gathers more.
         sent = 1e9 * (statistics.mean(sent) if strategy == 'diloco' else sent[-1])
         assert predicted['sent'] == pytest.approx(sent, rel=0.02), f'{name} on {ranks} ranks'
         assert predicted['sent'] == sum(size for kind, size in predicted.items() if kind != 'sent')
@@ -666,7 +667,7 @@ def test_the_bucket_is_that_of_the_engine():
 
 
 def assert_reaching_into_slices(model):
-    """That it is what the layout of ZeRO gives: groups as the optimizer has them, one after the other."""
+    """Assert that it follows from ZeRO's layout: the groups of the optimizer, one after the other."""
     groups = [[p.numel() for p in group['params']] for group in optim.parameter_groups(model, 0.1)]
     for world_size in (1, 2, 3, 5):
         expected = 0

@@ -1,4 +1,4 @@
-"""rules.py: heads decide sizes, rates and steps, and what the user sets wins."""
+"""rules.py: the number of heads decides sizes, rates and steps, and what the user sets goes first."""
 
 import math
 import re
@@ -50,7 +50,7 @@ CONFIG = {  # the script's defaults, and what config/enoki_8h.py sets
 
 
 def fill(explicit=(), **changes):
-    """The config with the filled keys; what is changed and in `explicit`, the user has set."""
+    """The config with the keys that rules.py fills. The user has set what is in `changes` and in `explicit`."""
     filled, notes = rules.fill_from_heads(CONFIG | changes, set(explicit))
     return CONFIG | changes | filled, notes
 
@@ -70,7 +70,7 @@ def learning_rate(optimizer, **changes):
 
 
 def refused(explicit=(), **changes):
-    """The one line with which keys are refused."""
+    """The one line with which these keys are refused."""
     with pytest.raises(ValueError) as refusal:
         fill(explicit, **changes)
     assert '\n' not in str(refusal.value)
@@ -96,7 +96,7 @@ def test_enoki_has_the_published_sizes(heads, n_layer, n_embd, non_embedding, to
     assert run['mlp_hidden_dim'] == 4 * n_embd
     assert rules.rule_counts(run) == (non_embedding, total)
     counts = counts_of(run)
-    assert counts['total'] - counts['norms'] == total  # what is trained is what was counted
+    assert counts['total'] - counts['norms'] == total  # what is trained is what the rules have counted
     assert not model_of(run).attention_gate
 
 
@@ -189,7 +189,7 @@ def test_weight_decay_follows_the_form_of_the_optimizer(optimizer):
     run, _ = fill(optimizer=optimizer, omega=3.0)
     constant = optimizer in ('adamw', 'ademamix', 'muon')  # weight decay; the others' falls over wd_ts
     assert run['wd_ts'] == (None if constant else 134)
-    # In a step the DANA family decays by weight_decay x lr / peak, the others by weight_decay x lr (optim.py).
+    # In a step the DANA family decays weights by weight_decay x lr / peak, the others by weight_decay x lr (optim.py).
     rate = run['learning_rate'] if constant or optimizer == 'adamw-decay' else 1
     assert run['weight_decay'] * rate * (1342 if constant else 134) == pytest.approx(3.0)
 

@@ -1,4 +1,4 @@
-"""The formula of the goodput, against jobs that come and go in a simulation."""
+"""The formula of the goodput beside a simulation of jobs that come and go."""
 
 import math
 import random
@@ -9,7 +9,8 @@ from pool.goodput import goodput
 
 
 def simulated(up_s, down_s, start_s, round_s, inner_s, lives=100_000):
-    """One job, life after life, with rounds of equal lengths: of each it gives the steps from when it is there."""
+    """The goodput of one job, life after life, with rounds of equal length. In a round it gives the steps that it has
+    made since it arrived."""
     chance, now, trained = random.Random(1), 0.0, 0.0
     for _ in range(lives):
         begins, now = now + start_s, now + chance.expovariate(1 / up_s)

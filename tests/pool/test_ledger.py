@@ -1,4 +1,4 @@
-"""Which data is to be had: whatever jobs claim, give and lose, each share is trained once."""
+"""Which data is still to be trained: whatever jobs claim, give and lose, each share is trained exactly once."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ def test_pieces_that_come_back_are_put_together_and_each_share_is_trained_once(s
         left = {*itertools.product(range(replicas), range(begun, steps))} - {*trained}
         assert sorted(share for piece in pieces for share in piece) == sorted(left)
         of_returned = sum(end - first for _, first, end in ledger.returned)
-        first = pieces[: of_returned // inner_steps]  # what has come back and fills a piece comes first
+        first = pieces[: of_returned // inner_steps]  # returned steps that fill a piece come first
         assert all(len(piece) == inner_steps for piece in first)
         claims = chance.randint(0, min(5, len(pieces)))
         given = [number for number in range(claims) if chance.random() < 0.7]
@@ -40,7 +40,8 @@ def test_pieces_that_come_back_are_put_together_and_each_share_is_trained_once(s
 
 
 def test_a_slow_job_costs_the_others_no_steps():
-    """It gives 3 of 10 steps a round. What it leaves fills pieces of other jobs, until only that is left."""
+    """It gives 3 of 10 steps per round. The steps that it leaves fill pieces of other jobs, until nothing else is
+    left."""
     ledger, sizes = Ledger(200, 10, 4), []
     while not ledger.is_complete:
         pieces = [shares_of(ledger.piece(number)) for number in range(min(4, ledger.pieces))]

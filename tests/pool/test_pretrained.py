@@ -1,4 +1,4 @@
-"""Models of transformers in a pool, whole and with LoRA: against the collectives, joined by others, of another base."""
+"""Models of transformers in a pool, whole and with LoRA: beside collectives, with jobs that join, with another base."""
 
 import shutil
 
@@ -19,7 +19,7 @@ LORA = ['--lora_rank=4', '--learning_rate=1e-2']  # 4 rows on 3 ranks: the last 
 
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
-    """A Llama, a GPT-2, and a Llama of which one number is another one."""
+    """A Llama, a GPT-2, and the same Llama with one other number."""
     from safetensors.torch import save_file
 
     folder = tmp_path_factory.mktemp('models')
@@ -101,7 +101,7 @@ def test_losses_are_those_of_the_collectives(models, tmp_path, kind, ranks, more
 
 
 def test_a_job_divides_by_the_targets_of_its_own_part_of_the_batch(tmp_path):
-    """Of conversations each part of a batch has another number of tokens that are learned."""
+    """With conversations, the parts of a batch have different numbers of learned tokens."""
     model = save_model(tmp_path / 'model', 'gpt2')
     write_chats(tmp_path / 'chats.jsonl')
     prepare(tmp_path, f'--dataset={tmp_path / "chats.jsonl"}', f'--tokenizer={model}', '--name=chats', '--num_proc=1')
@@ -122,7 +122,8 @@ def stored_as(name, weights):
 
 @pytest.mark.slow
 def test_who_joins_goes_on_with_the_adapters_of_the_pool(models, tmp_path):
-    """A job alone fails in its third round. One of two ranks joins, and ends the run; then the first one is back."""
+    """A job that is alone fails in its third round. A job of two ranks joins and ends the run, and then the first comes
+    back."""
     model, keys = models / 'llama', [*LORA, '--grace_s=1', '--keep_deltas']
     nan = {'kind': 'nan', 'rank': 0, 'step': 2 * H + 2, 'count': 9}
     failed = start(model, tmp_path, 'failed', *keys, '--max_bad_steps=1', fault=nan)
@@ -145,7 +146,7 @@ def test_who_joins_goes_on_with_the_adapters_of_the_pool(models, tmp_path):
 
 @pytest.mark.slow
 def test_a_job_with_other_frozen_weights_is_refused(models, tmp_path):
-    """The same configuration and keys, as a base model and what somebody has made of it."""
+    """Configuration and keys are the same, as for a base model and a model that was fine-tuned from it."""
     finish(start(models / 'llama', tmp_path, 'first', *LORA, '--max_iters=4'))
     pool = tmp_path / 'pool'
     before = sorted(path for path in pool.rglob('*') if 'alive' not in str(path))

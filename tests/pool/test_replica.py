@@ -1,4 +1,4 @@
-"""The protocol of a pool, with processes that are slow, killed, deaf or broken: on a folder and on an S3 server."""
+"""The protocol of a pool with processes that are slow, killed, deaf or broken, on a folder and on an S3 server."""
 
 import itertools
 import json
@@ -30,13 +30,13 @@ def server(tmp_path_factory):
         yield env
 
 
-# Those that hang on what a store promises are run on both in CI, too; all others with --full.
+# Tests that depend on the promises of a store run on both stores in CI, too; the others only with --full.
 BOTH = pytest.mark.parametrize('pool_of', ['folder', pytest.param('s3', marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture(params=['folder', pytest.param('s3', marks=pytest.mark.slow)])
 def pool_of(request, tmp_path, monkeypatch):
-    """Function of keys: the Jobs of a new pool."""
+    """A function of keys that returns the Jobs of a new pool."""
     env = request.getfixturevalue('server') if request.param == 's3' else {}
     for key, value in env.items():
         monkeypatch.setenv(key, value)
@@ -50,8 +50,8 @@ def commits_of(jobs):
 
 
 def check(jobs, results):
-    """All is trained, each share once; all jobs hold the same bits; these are what the journal gives by hand, and by a
-    replay. Returns the commits."""
+    """Check that everything is trained, each share once, and that all jobs hold the same bits, which also follow from
+    the journal by hand and by a replay. Returns the commits."""
     keys, commits = jobs.keys, commits_of(jobs)
     ledger, shares = Ledger(keys['max_iters'], keys['inner_steps'], keys['num_replicas']), []
     weights = whole_matrices()
@@ -106,7 +106,7 @@ def test_jobs_of_other_numbers_of_ranks_hold_the_same_bits_and_read_the_others_d
     assert [len(commit['deltas']) for commit in commits] == [3] * 6
     for result in results.values():  # each keeps to its replica's data
         assert len({k for _, k, _, _ in result['trained']}) == 1
-    rows = results['one']['rows'][:-1]  # who closes the last round writes a snapshot, too
+    rows = results['one']['rows'][:-1]  # the job that closes the last round also writes a snapshot
     assert {row['diloco/bytes'] for row in rows} == {3 * 47 * 4}  # 47 numbers, its own and of two
     assert replay(jobs).startswith('rounds 0 to 5 and 1 snapshots: equal ')
 
@@ -116,7 +116,7 @@ def deltas_are_there(n, store):
 
 
 def test_a_job_that_begins_late_makes_nobody_read_a_delta_twice(pool_of):
-    """Where two of three have delivered, and the third has claimed nothing yet, it is too early to add them up."""
+    """When two of three have delivered and the third has not claimed anything yet, it is too early to add them up."""
     jobs = pool_of(num_replicas=3, quorum=3, max_iters=8).start('one')
     jobs.start('two', wait=('write', 'rounds/000000/claim_*', partial(deltas_are_there, 1)))
     jobs.start('three', wait=('write', 'rounds/000000/claim_*', partial(deltas_are_there, 2)))
@@ -144,7 +144,7 @@ def test_what_travels_may_be_rounded_and_all_round_alike(tmp_path, dtype):
 
 @pytest.mark.parametrize('dtype', ['int4', 'top2bit'])
 def test_what_rounding_cost_is_sent_the_next_time(tmp_path, dtype):
-    """a = error_decay * e + delta;   D = Q(a);   e = a - D;   and the outer step is taken with D"""
+    """a = error_decay * e + delta;   D = Q(a);   e = a - D;   the outer step is taken with D."""
     keys = {'num_replicas': 1, 'exchange_dtype': dtype, 'error_feedback': True, 'error_decay': 0.5}
     result = Jobs(str(tmp_path / 'pool'), tmp_path, **keys).start('one').wait()['one']
     anchor = flattened(whole_matrices())
@@ -168,7 +168,7 @@ def test_what_rounding_cost_is_sent_the_next_time(tmp_path, dtype):
 
 @pytest.mark.parametrize('dtype', ['float32', 'int4', 'top2bit'])
 def test_a_rank_without_rows_gives_none(tmp_path, dtype):
-    """Eight ranks for matrices of 5 to 7 rows."""
+    """There are eight ranks for matrices of 5 to 7 rows."""
     jobs = Jobs(str(tmp_path / 'pool'), tmp_path, exchange_dtype=dtype, quorum=2, max_iters=12)
     results = jobs.start('one').start('eight', ranks=8).wait()
     assert isinstance(results['eight'], dict), results['eight']
@@ -200,7 +200,7 @@ PLACES = ['*/claim_*', '*/delta_??_0000', '*/delta_??.json', 'commits/*', 'outer
 
 
 def test_killed_at_every_write_one_after_another(pool_of):
-    """Each job is alone, so what it had begun is for the next one to find."""
+    """Each job is alone, so only the next one can find what it had begun."""
     jobs = pool_of(grace_s=0.5, max_iters=80, checkpoint_interval=4)
     results = {}
     for number, (place, when) in enumerate(itertools.product(PLACES, ('before', 'after'))):
@@ -233,7 +233,7 @@ def test_two_jobs_close_the_same_round(pool_of):
 
 
 class Arrival:
-    """A condition that is true once so many jobs have asked for it."""
+    """A condition that becomes true when so many jobs have asked for it."""
 
     def __init__(self, folder, name, count):
         self.folder, self.name, self.count = folder, name, count
@@ -245,7 +245,7 @@ class Arrival:
 
 @pytest.mark.slow
 def test_a_storm_of_kills_and_returns(tmp_path):
-    """Four jobs, one of them slow, are killed at random and started again, until the pool has trained all."""
+    """Four jobs, one of them slow, are killed at random and started again until the pool has trained everything."""
     jobs = Jobs(str(tmp_path / 'pool'), tmp_path, num_replicas=4, max_iters=160, grace_s=1.0, checkpoint_interval=8)
     chance, kills, names = random.Random(1), 0, ['a', 'b', 'c', 'slow']
     for name in names:
@@ -254,7 +254,7 @@ def test_a_storm_of_kills_and_returns(tmp_path):
         time.sleep(chance.uniform(0.2, 1.0))
         name = chance.choice(names)
         if not all(process.is_alive() for process in jobs.running[name]):
-            break  # all is trained
+            break  # everything is trained
         jobs.kill(name)
         kills += 1
         jobs.start(name, ranks=chance.choice((1, 2)), pause=0.06 if name == 'slow' else 0.02)
@@ -266,7 +266,7 @@ def test_a_storm_of_kills_and_returns(tmp_path):
 
 
 class Changed:
-    """What is written instead of a marker: the same with other values."""
+    """Makes what is written in place of a marker: the same marker with other values."""
 
     def __init__(self, **values):
         self.values = values
@@ -303,7 +303,7 @@ HARM = {
 
 @pytest.mark.parametrize('harm', HARM)
 def test_a_delta_that_cannot_be_used_does_not_count_and_its_data_is_read_again(pool_of, harm):
-    """The bad one waits for the good one to have closed the round: it would take its own file for good."""
+    """The bad job waits until the good one has closed the round, since it would take its own file for good."""
     job, why = HARM[harm]
     jobs = pool_of(quorum=2, grace_s=1.0).start('good')  # without its marker, 'bad' is waited for
     jobs.start('bad', wait=('write', 'commits/000000.json', is_closed), **job)
@@ -316,7 +316,7 @@ def test_a_delta_that_cannot_be_used_does_not_count_and_its_data_is_read_again(p
 
 @pytest.mark.parametrize('others', [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_job_whose_parameters_differ_closes_no_round_of_the_others(pool_of, others):
-    """Also where it is the first to find the round complete: the others wait until it has closed it, or has not."""
+    """Also if it is the first to find the round complete: the others wait until it has closed the round, or has not."""
     jobs = pool_of(num_replicas=others + 1, quorum=others + 1)
     has_decided = partial(is_decided, str(jobs.folder / 'odd' / 'log'))
     jobs.start('odd', odd=1)
@@ -356,8 +356,8 @@ def test_all_leave_in_mid_round_and_one_returns(pool_of):
     jobs.keys['quorum'] = 1
     results |= jobs.start('c').wait()
     commits = check(jobs, results)
-    # What they gave on leaving counts, by its steps; c, which joins when they have done so, closes the round. The rest,
-    # 2 + 1 steps, is less than a piece: it comes last.
+    # What they gave when they left counts, by its number of steps. c joins after that and closes the round. The rest,
+    # 2 + 1 steps, is less than a piece and comes last.
     assert sorted(delta['steps'] for delta in commits[1]['deltas']) == [2, 3]
     assert all(delta['leaves'] for delta in commits[1]['deltas']) and commits[1]['closer'] == results['c']['name']
     rest = [
@@ -388,8 +388,8 @@ def test_from_four_jobs_to_one_to_three(pool_of):
 
 @pytest.mark.slow
 def test_a_slow_job_gives_what_it_has(pool_of):
-    """It is told when the others have been done for half of grace_s. How often that is, and whether its round still
-    waits for it, it is for the clock to say; either way all is counted once."""
+    """It is asked for it when the others have been done for half of grace_s. How often that happens, and whether the
+    round still waits for it, depends on the clock; in any case everything counts once."""
     jobs = pool_of(grace_s=1.0, max_iters=40)
     check(jobs, jobs.start('fast').start('slow', pause=0.4).wait())
     assert re.search('rounds .*: equal ', replay(jobs))
@@ -397,10 +397,11 @@ def test_a_slow_job_gives_what_it_has(pool_of):
 
 @pytest.mark.slow
 def test_a_job_joins_while_a_round_is_being_closed(pool_of):
-    """Its claim comes between the closer's last look and the commit: it is not in it, and its piece is had again."""
+    """Its claim comes after the last look of the job that closes the round and before the commit. So the commit does
+    not have it, and its piece is claimed again."""
     jobs = pool_of(max_iters=16)
     jobs.start('closer', wait=('write', 'commits/000000.json', has_another_claim))
-    jobs.keys['quorum'] = 2  # or it would see that the round is over, and not claim
+    jobs.keys['quorum'] = 2  # else it would see that the round is over, and not claim
     store = open_store(jobs.address)
     while 'claim_00' not in store.list('rounds/000000'):
         time.sleep(0.05)
@@ -422,7 +423,7 @@ def has_another_claim(store):
 
 @pytest.mark.slow
 def test_files_are_deleted_while_somebody_reads_them(pool_of):
-    """A joining job has chosen the first snapshot; before it reads it, it and its deltas are gone."""
+    """A job that joins has chosen the first snapshot. Before it reads it, that snapshot and its deltas are deleted."""
     jobs = pool_of(keep_deltas=False, checkpoint_interval=4, max_iters=48, grace_s=2.0)
     jobs.start('old', leave_after=9).wait()
     store = open_store(jobs.address)

@@ -1,4 +1,4 @@
-"""train_pool.py as users run it: against the collectives, sharded, interrupted, misused."""
+"""train_pool.py as users run it: beside DiLoCo by collectives, sharded, interrupted, misused."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from pool.store import open_store
 H, STEPS, BATCH = 10, 34, 12  # the last round has 4 steps
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--max_iters={STEPS}', f'--inner_steps={H}']
 RUN += [f'--global_batch_size={BATCH}', '--eval_interval=10', '--checkpoint_interval=20', '--outer_momentum=0.6']
-TOGETHER = 120  # seconds of grace: nobody is left behind, however busy the machine is
+TOGETHER = 120  # seconds of grace, so that no job is left behind on a busy machine
 
 
 def arguments(data_dir, out_dir, *more):
@@ -36,7 +36,7 @@ def finish(job):
 
 @pytest.fixture(scope='module')
 def collectives(data_dir, tmp_path_factory):
-    """Function of (replicas, more keys): such a run of today, in one job."""
+    """A function of (replicas, more keys) that returns such a run of train_diloco.py, in one job."""
     runs = {}
 
     def run(replicas, *more):
@@ -88,8 +88,9 @@ def test_losses_are_those_of_the_collectives(data_dir, tmp_path, collectives, re
 
 
 def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_its_round(data_dir, tmp_path):
-    """Then both are started again; what the pool ends with, --replay computes again. No round is closed without both,
-    and each begins with a pause: so neither has trained all before the other one is there, or the test looks."""
+    """Then both are started again, and --replay computes again what the pool ends with. No round is closed without
+    both jobs, and each begins with a pause, so neither can have trained everything before the other is there or the
+    test looks."""
     keys = [
         '--batch_size=1',
         '--max_iters=60',
@@ -137,10 +138,10 @@ def test_a_job_that_waits_for_a_quorum_says_what_is_missing_and_can_be_stopped(d
 @pytest.mark.slow
 @pytest.mark.parametrize('keys', [[], TINY_EXPERTS], ids=['dense', 'experts'])
 def test_a_storm_and_its_picture(data_dir, tmp_path, keys):
-    """Jobs are killed, stopped and started again; storm() checks what is counted and that all hold the same bits."""
+    """storm() kills, stops and restarts jobs, and checks what counts and that all jobs hold the same bits."""
     figures = pool_storm.storm(tmp_path, data_dir, kills=6, compare=False, keys=keys)
     assert figures['shares counted'] == 4 * (6 * pool_storm.STEPS_PER_KILL + 10 * pool_storm.H)
-    # A job does not compute what lies before the snapshot that it begins from; somebody has computed each round.
+    # A job does not compute rounds before the snapshot from which it begins; but each round was computed by some job.
     assert figures['starts'] >= 4 and figures['digests compared'] >= figures['rounds']
     rounds = draw_pool.read_journal(tmp_path.glob('storm_1/*'))
     lanes, _ = draw_pool.lanes_of(rounds)
@@ -158,7 +159,7 @@ def again_keys(data_dir, folder, keys):
 
 @pytest.mark.slow
 def test_a_pool_goes_on_from_what_one_job_has_begun(data_dir, tmp_path):
-    """From the middle of a round: the first pieces of the pool are shorter."""
+    """It goes on from the middle of a round, so the first pieces of the pool are shorter."""
     keys = arguments(data_dir, tmp_path / 'begun', '--lr_decay_iters=34', '--max_iters=14', '--eval_interval=7')
     run_forked(
         'train_ddp.py', *[key for key in keys if 'inner' not in key and 'outer' not in key], log=tmp_path / 'ddp'

@@ -1,4 +1,4 @@
-"""batches.py: batches that divide and those that do not, epochs, and what is legal but hardly meant."""
+"""batches.py: batches that divide and batches that do not, epochs, and settings that are legal but hardly intended."""
 
 import re
 

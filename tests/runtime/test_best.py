@@ -1,5 +1,5 @@
-"""runtime/best.py: which evaluation is the best, and after how many others a run ends. tests/test_validation.py has it
-in runs."""
+"""runtime/best.py: which evaluation is the best, and after how many others a run ends. tests/test_validation.py tests
+this in runs."""
 
 import json
 import math

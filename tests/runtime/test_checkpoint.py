@@ -1,4 +1,5 @@
-"""Checkpoints between strategies and numbers of ranks, and when the disk or the job fails. Processes are real ones."""
+"""Checkpoints that other strategies and numbers of ranks load, and what happens to them when the disk or the job fails.
+Processes are real."""
 
 import contextlib
 import copyreg
@@ -43,8 +44,8 @@ from runtime.files import sha256_of
 
 
 class Toy(nn.Module):
-    """Tied weights, a parameter that is never trained, and first dimensions (17, 7, 2, 1) that 2 and 3 ranks share
-    unevenly or not at all."""
+    """Tied weights, a parameter that is never trained, and first dimensions (17, 7, 2, 1) that do not divide by 2 or 3
+    ranks, or leave some of them nothing."""
 
     def __init__(self, width):
         super().__init__()
@@ -77,7 +78,7 @@ def build(strategy, seed=0, width=5, **adamw):
 
 
 def train(raw, optimizer, steps=2):
-    """Steps with gradients that depend on the name only, so that every strategy must reach the same numbers."""
+    """Take steps with gradients that depend only on the names, so that every strategy must reach the same numbers."""
     for step in range(steps):
         for name, parameter in raw.named_parameters():
             if not name.startswith('unused'):
@@ -95,7 +96,7 @@ def full(tensor):
 
 
 def everything(raw, optimizer):
-    """Full parameters and moments by key."""
+    """{key: whole parameter or moment}."""
     return {key: full(value) for key, value in checkpoint.tensors_to_save(raw, optimizer).items()}
 
 
@@ -117,7 +118,7 @@ def silent(line):
 
 
 def save_runs(out_dirs):
-    """Save a run of each strategy; what they hold when they save step 2, and one step later."""
+    """Save a run of each strategy; returns what each holds when it saves step 2, and one step later."""
     held = {}
     for strategy, out_dir in out_dirs.items():
         checkpoint.prepare(out_dir)
@@ -156,7 +157,7 @@ def test_every_strategy_writes_the_same_keys(runs):
 
 
 def load_runs(strategies, runs):
-    """Load every run with each strategy; what that holds after one more step."""
+    """Load every run with each strategy; returns what it holds after one more step."""
     continued = {}
     for strategy, (source, (out_dir, held, _)) in itertools.product(strategies, runs.items()):
         raw, _, optimizer = build(strategy, seed=7, fused=True)
@@ -179,7 +180,7 @@ def test_loads_what_any_strategy_wrote_bit_for_bit_and_goes_on(runs, world_size,
         uninterrupted = runs[source][2]
         if source == (strategy, world_size):
             assert_equal(found, uninterrupted)
-        for key in uninterrupted:  # AdamW's vector instructions round by a piece's alignment
+        for key in uninterrupted:  # the rounding of AdamW's vector instructions depends on the alignment of a piece
             assert error(found[key], uninterrupted[key]) <= apart(), key
 
 
@@ -197,7 +198,7 @@ def test_weights_are_read_in_one_process_without_a_process_group(runs, recwarn):
 
 
 def load_into_others(out_dir):
-    """Messages of loads into models that differ from the saved one."""
+    """The error messages of loads into models that differ from the saved one."""
     messages = []
     wider, _, wider_optimizer = build('single', width=6)
     half, _, half_optimizer = build('single')
@@ -221,7 +222,7 @@ def load_into_others(out_dir):
             checkpoint.load(folder_of(out_dir, 2), raw, optimizer)
         messages.append(str(error.value))
         assert_equal(raw.state_dict(), before)
-    checkpoint.load(folder_of(out_dir, 2), partly)  # without an optimizer its state is of no interest
+    checkpoint.load(folder_of(out_dir, 2), partly)  # without an optimizer, whose state is then not looked at
     return messages
 
 
@@ -283,7 +284,7 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
 
 
 def test_an_index_as_early_versions_of_python_3_11_pickle_it(runs, tmp_path):
-    """They write a member of an Enum as getattr(class, name); no other getattr is answered."""
+    """They pickle a member of an Enum as getattr(class, name). No other getattr may be answered."""
     shutil.copytree(folder_of(runs['single', 1][0], 2), tmp_path / 'early')
     index = dcp.FileSystemReader(tmp_path / 'early').read_metadata()
 
@@ -324,7 +325,7 @@ def test_nothing_in_a_checkpoint_is_executed(runs, tmp_path, monkeypatch):
 
 
 def save_steps(out_dir, steps, keep, width=5, async_save=False):
-    """Save a DDP model whose weights all equal the step; the lines that were said on this rank."""
+    """Save a DDP model whose weights all equal the step; returns the lines that this rank has printed."""
     checkpoint.prepare(out_dir)
     raw, _, optimizer = build('ddp', width=width)
     train(raw, optimizer, steps=1)
@@ -334,7 +335,7 @@ def save_steps(out_dir, steps, keep, width=5, async_save=False):
         fill(raw, step)
         saver.save(step, raw, optimizer, {})
         fill(raw, -1.0)  # what comes after save() is not in the checkpoint
-        dist.all_reduce(torch.zeros(1))  # and training's collectives go on beside it
+        dist.all_reduce(torch.zeros(1))  # meanwhile the collectives of training go on
     saver.wait()
     return lines
 
@@ -397,7 +398,7 @@ def test_a_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_it_us
 
 
 def find_together(out_dir, eval_only=False):
-    """(the checkpoint or the error, what was said, the files that this rank has hashed) of a run that begins."""
+    """(the checkpoint or the error, what was printed, the files that this rank has hashed) when a run begins."""
     hashed, said = [], io.StringIO()
 
     def note_and_hash(path):
@@ -421,7 +422,7 @@ def test_each_rank_hashes_its_share_and_all_come_to_the_same_decision(three_save
         assert {*found} == {folder_of(out_dir, 3)} and 'verified' in said[0] and not any(said[1:])
         names = '.metadata', '__0_0.distcp', '__1_0.distcp', 'state.json'
         assert sorted(sum(hashed, [])) == [f'step_00000003/{name}' for name in names] and all(hashed)
-    # Whoever hashes the damaged file, the one before is taken.
+    # Whichever rank hashes the damaged file, all take the checkpoint before.
     for step, name in ((3, '__1_0.distcp'), (2, '__0_0.distcp')):
         flip_bit(Path(folder_of(out_dir, step), name))
         found, said, _ = zip(*run_function(ranks, find_together, out_dir), strict=True)
@@ -433,7 +434,7 @@ def test_each_rank_hashes_its_share_and_all_come_to_the_same_decision(three_save
 
 
 def patience_of_all(out_dir):
-    """For how many seconds ranks wait in each collective by which they find the checkpoint of a run."""
+    """For how many seconds ranks would wait in each collective by which they find the checkpoint of a run."""
     seconds = []
 
     def note_timeout(collective):
@@ -494,7 +495,7 @@ def save_for_ever(out_dir, first_step, async_save):
 
 @pytest.mark.parametrize('async_save', [False, True])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before_it(tmp_path, async_save):
-    """Both ranks or one of them get SIGKILL during a save of 10 MB; the next job goes on from what is there."""
+    """One or both ranks are killed by SIGKILL during a save of 10 MB, and the next job goes on from what is there."""
     out_dir, random_delay = str(tmp_path), random.Random(0)
     newest = 0
     for victims in (2, 2, 1):
@@ -523,7 +524,7 @@ def small_disk(tmp_path):
 
 
 def fill_the_disk(out_dir, async_save):
-    """Save 1 MB, then 6 MB, then 1 MB; this rank's error."""
+    """Save 1 MB, then 6 MB, then 1 MB; returns the error on this rank."""
     small, _, small_optimizer = build('ddp', width=5_000)
     large, _, large_optimizer = build('ddp', width=30_000)
     checkpoint.prepare(out_dir)
@@ -560,7 +561,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(smal
 
 
 def fail_on_rank_1(out_dir):
-    """Only rank 1 may write no file above 1 kB; the error that this rank sees."""
+    """Rank 1, and no other, may write no file above 1 kB; returns the error that this rank sees."""
     checkpoint.prepare(out_dir)
     raw, _, optimizer = build('ddp', width=1000)
     saver = checkpoint.Saver(out_dir, keep=1, say=silent)
@@ -579,7 +580,7 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
 
 
 def fail_once(out_dir, async_save):
-    """What is said where step 1 cannot be saved and step 2, the last one, can."""
+    """What is printed if step 1 cannot be saved and step 2, the last one, can."""
     checkpoint.prepare(out_dir)
     raw, _, optimizer = build('ddp', width=1000)
     said = []
@@ -604,7 +605,7 @@ def test_a_failed_save_that_the_last_one_has_made_good_is_no_error_at_the_end(tm
 
 
 def save_bad_weights(out_dir):
-    """{weight: the error that this rank sees}; it is rank 1 alone whose last weight is no number."""
+    """{weight: the error that this rank sees}. Only on rank 1 the last weight is not finite."""
     checkpoint.prepare(out_dir)
     raw, _, optimizer = build('fsdp')
     saver = checkpoint.Saver(out_dir, keep=1, say=silent)
@@ -649,7 +650,7 @@ def note_calls(out_dir):
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path):
-    """A power failure after the rename could otherwise leave a good name, and behind it nothing."""
+    """Otherwise a power failure after the rename could leave a good name with nothing in it."""
     (calls,) = run_function(1, note_calls, str(tmp_path))
     final = folder_of(tmp_path, 1)
     published = calls.index(('rename', f'{final}.tmp', final))
@@ -657,7 +658,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path):
     renames = {call[2]: call for call in before if call[0] == 'rename'}
     for name in os.listdir(final):
         path = f'{final}.tmp/{name}'
-        rename = renames.get(path)  # of a file that was written under another name
+        rename = renames.get(path)  # for a file that was written under another name
         in_time = before[: before.index(rename)] if rename else before
         assert ('fsync', rename[1] if rename else path) in in_time, f'{name} may not be on the disk'
     assert ('fsync', f'{final}.tmp') in before and ('fsync', str(tmp_path / 'checkpoints')) in after
@@ -696,7 +697,7 @@ def test_retention_keeps_the_newest_and_survives_a_failed_delete(tmp_path):
 
 
 def save_with_permanent_ones(out_dir):
-    """What Saver says is the last good one, after each save; at step 35 the disk lies."""
+    """What Saver takes for the last good checkpoint after each save. The one of step 35 loses its manifest."""
     checkpoint.prepare(out_dir)
     raw, _, optimizer = build('ddp')
     saver = checkpoint.Saver(out_dir, keep=2, say=silent, permanent_interval=20)
@@ -705,7 +706,7 @@ def save_with_permanent_ones(out_dir):
         saver.save(step, raw, optimizer, {})
         said.append(saver.last_good()[-8:])
         if step == 35 and dist.get_rank() == 0:
-            Path(folder_of(out_dir, 35), 'manifest.json').unlink()  # not complete: it counts for nothing
+            Path(folder_of(out_dir, 35), 'manifest.json').unlink()  # not complete, so it does not count
         dist.barrier()
     return said
 
@@ -753,7 +754,7 @@ def test_saving_in_the_background_saves_the_same(strategy, tmp_path):
 
 
 def bytes_staged(strategy, out_dir):
-    """(bytes of host memory that a save in the background takes on this rank, of the largest tensor, of all)."""
+    """Bytes: (of host memory that a background save takes on this rank, of the largest tensor, of all tensors)."""
     raw, _, optimizer = build(strategy)
     train(raw, optimizer, steps=1)
     checkpoint.prepare(out_dir)
@@ -774,13 +775,13 @@ def test_in_the_background_each_rank_copies_no_more_than_its_share(ranks, tmp_pa
 
 @pytest.mark.slow
 def test_replicas_of_a_sharded_model_share_what_they_copy(tmp_path):
-    """Four ranks, HSDP: a shard lies on two of them."""
+    """Under HSDP on four ranks, each shard is on two of them."""
     staged, _, of_all = zip(*run_function(4, bytes_staged, 'hsdp', str(tmp_path / 'hsdp')), strict=True)
     assert sum(staged) == of_all[0]
 
 
 def save_and_load_often(out_dir):
-    """Open files of this process after 10 and after 20 rounds."""
+    """How many files this process has open after 10 and after 20 rounds."""
     checkpoint.prepare(out_dir)
     raw, _, optimizer = build('ddp')
     train(raw, optimizer, steps=1)
@@ -792,7 +793,7 @@ def save_and_load_often(out_dir):
         saver.wait()
         checkpoint.find_damage(folder_of(out_dir, cycle), silent)
         checkpoint.load(folder_of(out_dir, cycle), raw, optimizer)
-        if cycle == 9:  # late enough for what torch opens once
+        if cycle == 9:  # by now torch has opened what it opens once
             early = len(os.listdir('/proc/self/fd'))
     return early, len(os.listdir('/proc/self/fd'))
 
@@ -820,11 +821,11 @@ def test_a_second_job_is_told_who_holds_the_directory_until_that_one_dies(tmp_pa
         checkpoint.claim(tmp_path, patience_s=0.2)
     process.kill()
     checkpoint.claim(tmp_path)
-    checkpoint.claim(tmp_path)  # the same process, say a second run in a notebook
+    checkpoint.claim(tmp_path)  # again by the same process, such as a second run in a notebook
 
 
 def test_a_lock_of_another_machine_is_waited_for_as_its_server_may_outlive_it(tmp_path):
-    """An NFS server keeps the lock of a machine that died for its lease. Here the holder dies once somebody waits."""
+    """An NFS server keeps the lock of a dead machine until its lease ends. Here the holder dies once somebody waits."""
     claimed = CONTEXT.Event()
     process = fork(hold, str(tmp_path), claimed)
     assert claimed.wait(60)

@@ -1,4 +1,4 @@
-"""A node is lost while replicas train on two: the run goes on with the other one, from the last outer step."""
+"""Replicas train on two nodes and one node is lost: the run goes on with the other one, from the last outer step."""
 
 import os
 import re
@@ -20,7 +20,7 @@ BATCH, H, STEPS = 8, 10, 200  # long enough to be killed on the way
 RUN = [
     *TINY_MODEL,
     *TINY_RUN,
-    f'--global_batch_size={BATCH}',  # divides by one node's ranks and by two nodes'
+    f'--global_batch_size={BATCH}',  # divides by the ranks of one node and of two
     '--dtype=float32',
     '--dataset=tiny',
     f'--inner_steps={H}',
@@ -33,20 +33,21 @@ RUN = [
 
 
 def start_node(is_host, port, arguments, log):
-    """torchrun's agent of one node, with 2 ranks. is_host: holds the store at which nodes meet, and must not be lost.
+    """Start torchrun's agent of one node, with 2 ranks. is_host: it has the store at which nodes meet, and must not be
+    lost.
 
-    Nodes are waited for 20 s after the first has come; one that has not been heard of for 8 s has gone.
+    After the first node has come, the others have 20 s. A node that has not been heard of for 8 s counts as lost.
     """
     conf = 'last_call_timeout=20,join_timeout=300,keep_alive_interval=1,keep_alive_max_attempt=8'
     torchrun = ['--nnodes=1:2', '--max-restarts=3', '--rdzv-backend=c10d', '--rdzv-id=elastic']
     torchrun += [f'--rdzv-endpoint=127.0.0.1:{port}', f'--rdzv-conf=is_host={int(is_host)},{conf}']
-    # Without it torch 2.13 gives restarted workers the same store again, and in it the addresses of those before them.
+    # Without this, torch 2.13 gives restarted workers the old store, which still has the addresses of the old workers.
     env = {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
     return start_agent('train_diloco.py', *arguments, nproc=2, torchrun=torchrun, log=log, **env)
 
 
 def first_loss_after(path, step, data_dir):
-    """The loss of step + 1 if it starts from this checkpoint, on the samples that are that step's in every run."""
+    """The loss of step + 1 from this checkpoint, on the samples that this step has in every run."""
     weights, state = checkpoint.load_weights(path)
     model = GPT(ModelConfig(**state['identity']['model']))
     model.load_state_dict(weights, strict=False)  # the head is the embedding
@@ -96,11 +97,11 @@ def test_the_run_goes_on_without_a_node_that_was_killed(data_dir, tmp_path):
     assert [row['tokens'] for row in rows] == [row['step'] * BATCH * 32 for row in rows]
     assert [row['step'] for row in rows if 'diloco/momentum_norm' in row] == list(range(H, STEPS + 1, H))
     exchanged = [row['step'] for row in rows if row.get('diloco/bytes')]
-    assert exchanged == list(range(H, step + 1, H))  # alone, there is nobody to exchange with
+    assert exchanged == list(range(H, step + 1, H))  # there is nobody to exchange with afterwards
     assert '2 sequences x 1 micro-step x 4 ranks = 8 sequences' in before
     assert '2 sequences x 2 micro-steps x 2 ranks = 8 sequences' in after
     loss = first_loss_after(str(saved / f'step_{step:08}'), step, data_dir)
-    # Of the outer weights, and of the next samples in the order of data.
+    # It is the loss of the outer weights, on the next samples in the order of the data.
     assert abs(rows[step]['loss'] - loss) <= apart() * loss
     losses = [row['loss'] for row in rows]
     assert sum(losses[-H:]) < sum(losses[step - H : step])  # and it goes on learning

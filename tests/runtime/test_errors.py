@@ -1,4 +1,5 @@
-"""The one line for what ends a run; that ranks print it, and once, is in test_bad_input.py and test_train_diloco.py."""
+"""The one line for whatever ends a run. That ranks print it, and only once, is tested in test_bad_input.py and
+test_train_diloco.py."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What clusters do to runs, done to runs of real processes by tests/faults.py: what is lost, and what is said."""
+"""tests/faults.py does to runs of real processes what clusters do to runs: what is lost then, and what is printed?"""
 
 import contextlib
 import os
@@ -44,18 +44,18 @@ RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=5', '--eval_interval=0', '--eval_
 
 
 def start(strategy, out_dir, *more, nproc=2, **options):
-    """A job in the background; its output is in out_dir.log."""
+    """Start a job in the background. Its output goes to out_dir.log."""
     script, keys = SCRIPTS[strategy]
     return Job(script, [*RUN, *keys, f'--out_dir={out_dir}', *more], nproc, f'{out_dir}.log', **options)
 
 
 def numbers_of(strategy, kind, **fault):
-    """A fault of rank 1 in its numbers: with experts in one of its own, which no other rank holds."""
+    """A fault in the numbers of rank 1. With experts it is in one that no other rank holds."""
     return {'kind': kind, 'rank': 1, 'name': 'experts.up' if strategy == 'experts' else '', **fault}
 
 
 def errors_in(text):
-    """{rank: its error line}; a rank's traceback, or a second line from it, fails the test."""
+    """{rank: its error line}. The test fails if a rank prints a traceback, or a second line."""
     assert not re.search(r'^\[\d+\] Traceback', text, re.MULTILINE), text
     found = re.findall(r'^\[(\d+)\] (error: .*)$', text, re.MULTILINE)
     assert len(dict(found)) == len(found), text
@@ -68,24 +68,24 @@ def path_of(out_dir, step):
 
 # --- hangs: started first, since they mostly wait, and looked at last -------------------------------------------------
 
-PATIENCE = 40  # timeout_s; a rank without progress is reported after 0.8 of it
+PATIENCE = 40  # timeout_s; a rank that makes no progress is reported after 0.8 of it
 
 
 @pytest.fixture(scope='module')
 def hangs(tmp_path_factory):
-    """Jobs that go on in the background: rank 1 sleeps in Python, is frozen, or is only slow."""
+    """Jobs in the background whose rank 1 sleeps in Python, is frozen, or is only slow."""
     folder = tmp_path_factory.mktemp('hangs')
     run = ['--max_iters=100000', '--checkpoint_interval=0', f'--timeout_s={PATIENCE}']
     asleep = {'kind': 'hang', 'rank': 1, 'step': 8}
     stages = [*RUN, *run, '--n_layer=2', '--tensor_parallel=2', f'--out_dir={folder}/stages']  # 2 micro-steps a step
-    # Rank 0 waits 3 x 11.5 s for it, longer than the 32 s after which it begins to wonder, shorter than timeout_s
+    # Rank 0 waits 3 x 11.5 s for it: longer than the 32 s after which a rank is looked at, shorter than timeout_s
     slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 11.5}
     jobs = {
         'asleep': start('ddp', folder / 'asleep', *run, fault=asleep, torchrun=True),
         'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
         'shares': start('fsdp', folder / 'shares', *run, '--context_parallel=2', nproc=4, fault={**asleep, 'rank': 3}),
         'stages': Job('train_pipeline.py', stages, 4, folder / 'stages.log', {**asleep, 'rank': 3, 'step': 16}),
-        # In its second layer of step 8, with tokens of the other rank, which waits for what becomes of them
+        # In the second layer of step 8, when it has tokens of the other rank, which waits for their results
         'exchange': start('experts', folder / 'exchange', *run, fault={**asleep, 'kind': 'stuck', 'step': 7 * 3 + 2}),
         'slow': start('ddp', folder / 'slow', *run[1:], '--max_iters=8', '--global_batch_size=12', fault=slow),
     }
@@ -103,7 +103,7 @@ def hangs(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope='module')
 def begin_early(request):
-    """The other tests run while those jobs wait, if the tests that want them are to run at all."""
+    """Start those jobs first if any of their tests is to run, so that other tests run while they wait."""
     if any('hangs' in item.fixturenames for item in request.session.items):
         request.getfixturevalue('hangs')
 
@@ -121,7 +121,7 @@ def check_figures(figures, kills):
 
 @pytest.mark.slow
 def test_killed_again_and_again_a_run_loses_nothing(tmp_path):
-    """storm() compares each run, killed at chosen and at random moments, with one that nobody killed."""
+    """storm() kills each run at chosen and at random moments, and compares it with one that was never killed."""
     check_figures(storm.storm(tmp_path, kills=8, seed=3), 8)
 
 
@@ -134,7 +134,7 @@ def test_killed_a_hundred_times_a_run_loses_nothing(tmp_path):
 
 
 def test_a_rank_that_dies_with_tokens_of_another_one_ends_both(tmp_path):
-    """It kills itself between dispatch and combine, for which the other one waits."""
+    """It kills itself between dispatch and combine, when the other rank waits for combine."""
     job = start('experts', tmp_path / 'run', '--max_iters=30', fault={'kind': 'die', 'rank': 1, 'step': 7 * 3 + 2})
     assert job.wait() == [1, -signal.SIGKILL], job.text()
     assert errors_in(job.text()) == {} and last_step(tmp_path / 'run') == 7
@@ -143,7 +143,7 @@ def test_a_rank_that_dies_with_tokens_of_another_one_ends_both(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
-    """They import torch for seconds before they could have heard of it; the second job is half a second further."""
+    """They import torch for seconds, in which they hear of nothing. The second job is killed half a second later."""
     jobs = [start('ddp', tmp_path / f'run_{n}', '--max_iters=100000', torchrun=True) for n in range(2)]
     ranks = []
     for pause, job in zip((0, 0.5), jobs, strict=True):
@@ -167,7 +167,7 @@ def test_a_run_that_always_fails_before_its_next_checkpoint_is_not_started_for_e
     fault = {'kind': 'nan', 'rank': 0, 'step': 8}
     assert start('ddp', out_dir, *keys, nproc=1, fault=fault).wait() == [1]
     assert complete(out_dir) == [5]
-    fault['step'] = 2  # of those that this process takes: 7 in all
+    fault['step'] = 2  # of the 7 steps that this process takes
     for _ in range(2):
         job = start('ddp', out_dir, *keys, nproc=1, fault=fault)
         assert job.wait() == [1] and 'gradient not finite' in errors_in(job.text())[0]
@@ -247,7 +247,7 @@ def all_are_intact(out_dir):
 
 @pytest.mark.parametrize('more', slow_but([[]], [[], ['--async_checkpoint']]))
 def test_a_full_disk_ends_the_run_in_one_line_and_spares_the_old_checkpoints(may_mount, tmp_path, more):
-    """Nine checkpoints of 0.6 MB are to be kept on 4 MB."""
+    """Nine checkpoints of 0.6 MB do not fit on 4 MB."""
     with small_disk(tmp_path / 'run'):
         job = start('ddp', tmp_path / 'run', '--max_iters=60', '--keep_checkpoints=9', *more)
         assert job.wait() == [1, 1], job.text()
@@ -275,7 +275,7 @@ def test_with_save_errors_continue_the_run_trains_on_and_ends_with_what_is_missi
 
 @pytest.mark.slow
 def test_a_disk_that_somebody_else_fills_does_not_end_a_run_that_is_to_go_on(may_mount, tmp_path):
-    """Not one byte is left in the middle of the run, so its log cannot be written either."""
+    """In the middle of the run there is not one byte left, so its log cannot be written either."""
     out_dir = tmp_path / 'run'
     with small_disk(out_dir):
         keys = ['--max_iters=400', '--save_errors=continue', '--checkpoint_interval=50']
@@ -301,7 +301,7 @@ def test_a_directory_that_becomes_read_only_is_said_and_costs_no_older_checkpoin
             saved = complete(out_dir)
             assert job.wait() == [1, 1], job.text()
             lines = errors_in(job.text())
-            # A rank may end before the other has heard of it, which then says that another rank has stopped.
+            # A rank may end before the other one knows why, which then says that another rank has stopped.
             assert lines and all('Read-only file system' in line for line in lines.values())
             assert ('step 100/100' in job.text()) == (save_errors == 'continue')
             assert complete(out_dir) == saved and all_are_intact(out_dir)
@@ -314,7 +314,7 @@ def test_a_read_only_out_dir_is_found_before_the_first_step(may_mount, tmp_path)
     faults.make_read_only(tmp_path / 'run')
     try:
         job = start('ddp', tmp_path / 'run', '--max_iters=3')
-        assert 1 in job.wait()  # the first to find it; the other one may be told to end before it has looked
+        assert 1 in job.wait()  # the rank that finds it first; the other may be told to end before it looks
         lines = errors_in(job.text())
         assert lines and all('out_dir=' in line for line in lines.values()), job.text()
         assert 'starting from' not in job.text()
@@ -330,7 +330,7 @@ def test_a_read_only_out_dir_is_found_before_the_first_step(may_mount, tmp_path)
     slow_but(['fsdp', 'experts', 'diloco'], [*((strategy, False) for strategy in SCRIPTS), ('manual', True)]),
 )
 def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_path, strategy, ahead):
-    """The same step is left out as if it had not been there: the state after it equals the state before it."""
+    """The step is left out as if it had not been there: the state after it equals the state before it."""
     out_dir = tmp_path / 'run'
     fault = numbers_of(strategy, 'nan', step=7, ahead=ahead)
     keys = ['--max_iters=10', '--checkpoint_interval=1', '--keep_checkpoints=99']
@@ -343,10 +343,10 @@ def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_p
         for name, weight in weights_of(out_dir, step).items():
             assert weight.isfinite().all(), (name, step)
     before, after, later = (weights_of(out_dir, step) for step in (6, 7, 8))
-    if strategy != 'diloco':  # its checkpoints hold the outer parameters, which change once a round
+    if strategy != 'diloco':  # whose checkpoints have the outer parameters, which change once per round
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert not all(torch.equal(after[name], later[name]) for name in before)
-    if strategy == 'experts':  # its balance has stood still with the rest, and goes on
+    if strategy == 'experts':  # the balance of experts stands still in that step, too, and then goes on
         balance = [name for name in before if name.endswith(('router.load', 'router.bias'))]
         assert len(balance) == 2 * 3 and not any(torch.equal(after[name], later[name]) for name in balance)
     assert [row.get('skipped', 0) for row in metrics(out_dir)] == [0] * 6 + [1] * 4
@@ -355,7 +355,7 @@ def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize('strategy', ['fsdp', 'ddp', 'experts'])
 def test_a_host_that_runs_ahead_leaves_out_the_same_steps(tmp_path, strategy):
-    """As on a GPU: the optimizer skips by itself, and the host reads that a step later."""
+    """As on a GPU, the optimizer skips by itself, and the host reads that one step later."""
     for name, ahead in (('waits', False), ('ahead', True)):
         fault = numbers_of(strategy, 'nan', rank=0, step=8, count=2, ahead=ahead)
         job = start(strategy, tmp_path / name, '--max_iters=10', '--log_interval=4', '--eval_interval=5', fault=fault)
@@ -415,12 +415,12 @@ def test_a_weight_that_changes_on_one_rank_is_found_by_checksums(tmp_path):
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}
     for line in lines.values():
-        assert re.search(r'ranks 0, 1 .*step 8\b', line)  # of two, nobody knows which one is right
+        assert re.search(r'ranks 0, 1 .*step 8\b', line)  # with two ranks nobody knows which is right
         assert re.search(r'\(\S+ first\)', line) and str(path_of(tmp_path / 'run', 5)) in line
 
 
 def compare_weights():
-    """What the ranks are told of weights of which rank 2 has one bit of the second parameter wrong."""
+    """What ranks are told if rank 2 has a wrong bit in the second parameter."""
     weights = {'embed': torch.zeros(3), 'head': torch.zeros(3)}
     health.refuse_different_weights(weights.items(), 6, lambda: 'step 5')  # still the same
     if dist.get_rank() == 2:
@@ -438,7 +438,7 @@ def test_of_three_ranks_the_one_with_other_weights_is_named():
 
 @pytest.mark.slow
 def test_replicas_go_on_with_their_own_loss_scale_and_count_of_bad_steps(tmp_path):
-    """In fp16 a weight of replica 1 is infinite from step 5 on, until the replicas meet."""
+    """In fp16, where a weight of replica 1 is infinite from step 5 on, until the replicas meet."""
     keys = ['--num_replicas=2', '--inner_steps=10', '--max_iters=10', '--dtype=float16', '--max_bad_steps=20']
     keys += ['--checkpoint_interval=4', '--keep_checkpoints=9', '--eval_iters=0']
     fault = {'kind': 'weight', 'rank': 1, 'step': 5, 'value': 1e5}
@@ -464,7 +464,7 @@ def one_rank():
 
 
 def judge(numbers, losses, first_step=1):
-    """Whether each loss, the mean over 10 targets, is good enough for a step."""
+    """For each loss, the mean over 10 targets, whether it is good enough for a step."""
     norm = torch.tensor(1.0)
     sums = [torch.tensor(10 * loss) for loss in losses]
     return [not numbers.must_skip(step, one, 10, norm, False) for step, one in enumerate(sums, first_step)]
@@ -521,7 +521,7 @@ def test_bad_steps_are_counted_in_a_row(one_rank):
 
 
 def test_no_key_or_token_of_the_environment_is_written_anywhere(tmp_path):
-    """Neither by a run that ends well nor by one that fails."""
+    """Neither by a run that succeeds nor by one that fails."""
     names = ('HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY', 'AWS_SECRET_ACCESS_KEY', 'MY_PASSWORD')
     secrets = {name: f'marker-{number}-of-a-secret' for number, name in enumerate(names)}
     out_dir = tmp_path / 'run'
@@ -573,7 +573,7 @@ def check_cycles(out_dir, cycles):
     files, memory = [files for files, _ in half], [memory for _, memory in half]
     print(f'{cycles} cycles: {seen[0]} after the first, {half[0]} after half of them, {seen[-1]} after the last')
     assert max(files) == min(files)
-    assert memory[-1] - memory[0] < max(8, cycles / 50), memory  # 3 MB a cycle would be 60 and more
+    assert memory[-1] - memory[0] < max(8, cycles / 50), memory  # a leak of 3 MB per cycle would be 60 MB or more
 
 
 @pytest.mark.slow
@@ -590,7 +590,7 @@ def test_200_saves_and_resumes_need_no_more_memory_and_files_each_time(tmp_path)
 
 
 def be_slow_and_then_hang(out_dir):
-    """Rank 1 is slow where it may be, in the first step and in a save, and hangs in step 3."""
+    """Rank 1 is slow where that is allowed, in the first step and in a save, and hangs in step 3."""
     rank = dist.get_rank()
     write_output_to(f'{out_dir}/said_{rank}', f'{out_dir}/said_{rank}')
     watchdog = health.Watchdog(out_dir, timeout_s=2)  # hence a patience of 1.6 s
@@ -673,13 +673,13 @@ def test_a_rank_that_hangs_beside_one_with_half_of_its_sequences_matrices_or_exp
     assert lines, job.text()  # of the first that has seen it; the others may find that rank's connections closed
     for line in lines:
         assert re.search(rf"rank {rank} .* (3[2-9]|[4-9]\d) s .*'{phase}' .*step [78]\b", line), line
-    if job.nproc == 2:  # of more, the first one that has seen it may not be one that prints it
+    if job.nproc == 2:  # with more ranks, the one that sees it first may not be one that prints stacks
         assert f'stack of rank {rank}:' in job.text() and 'time.sleep(seconds)  # injected' in job.text()
 
 
 @pytest.mark.slow
 def test_a_rank_whose_process_is_frozen_is_named_by_the_others_and_the_job_ends(hangs):
-    """torchrun gives the frozen process 30 s to react before it kills it."""
+    """The frozen process cannot react, so torchrun kills it after 30 s."""
     job = hangs['frozen']
     assert job.wait() != 0
     lines = errors_in(job.text())

@@ -1,4 +1,4 @@
-"""log.py: what is written where, and what a log keeps through a kill and a resume."""
+"""log.py: what is written where, and what a log keeps when a run is killed and resumed."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_each_logged_step_is_a_row_and_a_line(tmp_path, capsys):
         {'step': 20, 'loss': 'nan', 'grad_norm': 'inf', 'time/total': 500.0, **val},
     ]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3].endswith(' step  10/100 | loss 2.5000')  # compilation may be in its time: no word of what is left
+    assert lines[-3].endswith(' step  10/100 | loss 2.5000')  # its time may include compilation, so there is no eta yet
     assert lines[-2].endswith(' step  20/100 | loss nan | norm inf | eta 0:00:40')
     assert lines[-1].endswith(' step  20/100 | val loss 2.2500, web 2.1250, code 2.7500')
     assert not any('batch_size=' in line for line in lines) and 'batch_size=' in (tmp_path / 'train.log').read_text()
@@ -161,7 +161,7 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch, capsys):
     assert '`wandb sync ' in said
     run_id = (tmp_path / 'wandb' / 'run_id').read_text()
     runs = list((tmp_path / 'wandb').glob(f'offline-run-*-{run_id}/run-{run_id}.wandb'))
-    assert runs and all(b'loss' in run.read_bytes() for run in runs)  # closed is written: nothing is on its way
+    assert runs and all(b'loss' in run.read_bytes() for run in runs)  # after close() everything is written
 
 
 @pytest.mark.parametrize('package, key', [('wandb', 'wandb_log'), ('torch.utils.tensorboard', 'tensorboard_log')])

@@ -31,7 +31,7 @@ Measured = namedtuple('Measured', 'rows profiling_seconds training_seconds')
 
 
 class Clock:
-    """In place of the module time: it stands still unless it is told to go on."""
+    """In place of the module time: a clock that stands still unless it is told to go on."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -41,7 +41,7 @@ class Clock:
 
 
 def measure(train_step, steps=12, log_interval=6):
-    """What a few steps of train_step(meter, number) come to."""
+    """What a Meter says of a few steps of train_step(meter, number)."""
     meter = Meter(CPU, dist.get_world_size(), tokens_per_step=1000, flops_per_token=1)
     rows = []
     for number in range(1, steps + 1):
@@ -54,7 +54,7 @@ def measure(train_step, steps=12, log_interval=6):
 
 
 def late_collective(meter, number):
-    """Rank 1 enters the collective DELAY later than rank 0, which has nothing else to do meanwhile."""
+    """Rank 1 enters the collective DELAY later than rank 0, which does nothing else meanwhile."""
     meter.mark('data')
     if dist.get_rank() == 1 and number == PROFILED:
         time.sleep(DELAY)
@@ -117,7 +117,8 @@ def fully_sharded(model):
 
 
 def measure_on_a_clock_of_its_own(step_seconds, profile_seconds, steps):
-    """Steps that take so long, and profiles that take so long to read, on a clock that goes on for nothing else."""
+    """Measure steps on a clock that moves only by step_seconds for each step and profile_seconds for each profile that
+    is read."""
     clock, read = Clock(), meters.recorded_activities
 
     def slowly_read(profiler):
@@ -134,7 +135,7 @@ def measure_on_a_clock_of_its_own(step_seconds, profile_seconds, steps):
 
 
 def measure_all():
-    # Three times: a busy machine can let rank 0 begin to wait late, or hold it up on its way.
+    # Three times, because on a busy machine rank 0 may begin to wait late, or be held up.
     results = {f'late {i}': measure(late_collective) for i in range(3)}
     results |= {f'overlapped {i}': measure(overlapped_collective) for i in range(3)}
     results['ddp'] = measure(training_step(DistributedDataParallel))
@@ -165,8 +166,8 @@ def three_times(results, name):
     return [communication(results[f'{name} {number}']) for number in range(3)]
 
 
-# A busy machine can shorten a wait of rank 0 and lengthen anything else: of three runs the one that says most counts,
-# and the bounds are wide.
+# A busy machine can shorten the wait of rank 0 and lengthen everything else. So the clearest of three runs counts, and
+# the bounds are wide.
 
 
 def test_waiting_for_a_late_rank_is_communication_and_exposed(ranks):
@@ -197,7 +198,7 @@ def test_every_phase_of_a_step_has_its_time(ranks, strategy):
 
 
 def test_profiling_costs_less_than_one_percent(ranks):
-    """Of 120 steps of 100 ms, at 20 ms a profile, on a clock that goes on for nothing else."""
+    """With 120 steps of 100 ms and profiles that take 20 ms, on a clock that moves for nothing else."""
     for result in ranks:
         run = result['long']
         assert run.training_seconds == pytest.approx(12) and 0.04 <= run.profiling_seconds < 0.12
@@ -366,7 +367,7 @@ def test_exposed_communication_on_a_gpu_is_what_no_other_kernel_covers():
         Activity('ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)', 5 * ms, 15 * ms, None),  # overlaps the first
         Activity('ampere_bf16_gemm', 2 * ms, 9 * ms, None),
         Activity('Memcpy HtoD (Pinned -> Device)', 12 * ms, 13 * ms, None),
-        Activity('aten::mm', 0, 15 * ms, 1),  # the host's view of it covers nothing
+        Activity('aten::mm', 0, 15 * ms, 1),  # what the host sees of it, which covers nothing
     ]
     assert meters.communication_milliseconds(activities) == (15, 15 - 7 - 1)
 

@@ -1,4 +1,5 @@
-"""Moments and inputs of blocks that rest on the host: numbers are the same to the bit. Waits: test_streams.py."""
+"""Moments and inputs of blocks that are kept on the host: numbers are the same to the bit. test_streams.py tests the
+waits."""
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=1
 
 
 def resumed(before, optimizer):
-    """An optimizer with the state of the one before, as checkpoint.load() gives it."""
+    """An optimizer with the state of an earlier one, loaded as by checkpoint.load()."""
     saved, found = before.state_dict()['state'], {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
     for index, slots in saved.items():
@@ -29,7 +30,7 @@ def resumed(before, optimizer):
 
 
 def train(optimizer_name, part_bytes):
-    """Final parameters, the sizes of the parts of the last step, and the optimizer; part_bytes None: not offloaded."""
+    """(final parameters, sizes of the parts of the last step, the optimizer). part_bytes=None: not offloaded."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     parts = []
@@ -61,7 +62,7 @@ def test_the_update_is_the_same_in_parts(name):
 
 
 def test_a_checkpoint_fills_the_moments_where_they_rest(tmp_path):
-    """Beside the parameters, as torch's load_state_dict() has them, they may not have room, all at once."""
+    """Where the parameters are, to which torch's load_state_dict() would copy them, there may be no room for all."""
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     try:
         checkpoint.prepare(str(tmp_path))

@@ -1,6 +1,6 @@
-"""The memory that --dry_run predicts for 8B on GPUs, against a step of FSDP by hand that is followed without a GPU.
+"""The memory that --dry_run predicts for 8B on GPUs, beside a step of fsdp_manual.py that is followed without a GPU.
 
-The step runs on the meta device, where tensors have a size and no data, with as many operations as CUDA has kernels.
+The step runs on the meta device, where tensors have sizes and no data, with as many operations as CUDA has kernels.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ INPUTS_AS_ON_CUDA = [  # what is in host memory does not count
 
 
 class Traced(activations.LiveBytes):
-    """The same of sharded tensors: of what this rank holds."""
+    """LiveBytes that also counts sharded tensors, by what this rank holds of them."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -54,7 +54,7 @@ class Traced(activations.LiveBytes):
         return result
 
     def follow_rooms(self, room_type):
-        """Their memory is given back by resize_(), which is no operation."""
+        """Also follow rooms, whose memory is given back by resize_(), which is not an operation."""
         has_memory = room_type.has_memory
 
         def resize(room, wanted):
@@ -76,7 +76,7 @@ def mesh():
 
 
 def traced_peak(config, mesh, micro_steps):
-    """Bytes at the peak of the second step. With expert_parallel as many rows arrive as leave."""
+    """Bytes at the peak of the second step. With expert_parallel as many rows arrive at a rank as leave it."""
     live, main = Traced([]), Stream()
     fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA)
     fsdp_manual.Event = Event

@@ -1,4 +1,4 @@
-"""What a run finds out before it starts: its device, a compiler, the network; and one line where that cannot work."""
+"""What a run finds out before it starts (its device, a compiler, the network), and one line if that cannot work."""
 
 import os
 import re
@@ -82,7 +82,7 @@ def test_bfloat16_is_refused_on_a_gpu_without_it_and_auto_does_not_choose_it(mon
 
 
 def wait_for_rank_0(folder, patience_s):
-    """What each rank gets of an answer that takes rank 0 longer than the process group waits, or its error."""
+    """What each rank gets, or its error, if rank 0 takes longer for an answer than the process group waits."""
     store = dist.FileStore(f'{folder}/short_{patience_s}', 2)
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -99,7 +99,7 @@ def test_ranks_wait_longer_for_what_rank_0_reads_than_for_a_collective(tmp_path)
 
 
 def errors_of_rank_0():
-    """What on_rank_0() raises on this rank, for each error there."""
+    """What on_rank_0() raises on this rank, for each error on rank 0."""
 
     class NotToBeCopied(OSError):
         def __init__(self, first, second):
@@ -122,7 +122,7 @@ def errors_of_rank_0():
 
 
 def test_whatever_ends_rank_0_is_raised_on_all_ranks():
-    """Else the others wait for its answer until they time out."""
+    """Otherwise the others would wait for its answer until they time out."""
     first, second = run_function(2, errors_of_rank_0)
     assert first == [
         ('ValueError', 'a key'),

@@ -1,4 +1,5 @@
-"""Asked to stop by any signal, on any rank, at any moment: all ranks save the same step, and none is lost."""
+"""A run that is asked to stop, by any signal, on any rank and at any moment: all ranks save the same step, and no step
+is lost."""
 
 import math
 import os
@@ -34,7 +35,7 @@ def start(strategy, out_dir, *more, max_iters=STEPS, **options):
 
 
 def has_trained(out_dir, steps=1):
-    """A condition: so many steps more than there are now."""
+    """A condition that is true once there are so many steps more than now."""
     before = last_step(out_dir)
     return lambda: last_step(out_dir) >= before + steps
 
@@ -48,7 +49,8 @@ def in_a_step(job, out_dir):
 
 
 def in_an_evaluation(job, out_dir):
-    """It takes 40 batches, longer than the 19 steps before it; in the last of these nothing has been saved yet."""
+    """Wait until the run is in an evaluation. It takes 40 batches, longer than the 19 steps before it, and the last of
+    these steps has not been saved yet."""
     before = last_step(out_dir)
     job.wait_for(lambda: last_step(out_dir) > before and last_step(out_dir) % 20 == 19)
     time.sleep(0.05)
@@ -60,7 +62,7 @@ def in_a_save(job, out_dir):
 
 
 def ask(job, out_dir, number):
-    """Send a signal to rank 1 alone, or with None make the file STOP; then again, since people are impatient."""
+    """Send a signal to rank 1 alone, or with None make the file STOP; and then again, since people are impatient."""
     rank_1 = job.ranks()[1]
     for pause in (0, 0.005, 0.02):
         time.sleep(pause)
@@ -71,7 +73,7 @@ def ask(job, out_dir, number):
 
 
 def check_stopped(job, out_dir, reason, codes=(0, 0)):
-    """All has been saved, by all ranks, at one step; returns it."""
+    """Assert that all ranks have saved everything at one step; returns that step."""
     assert list(job.wait()) == list(codes), job.text()
     step = int(Path(out_dir, 'PREEMPTED').read_text())
     assert re.search(rf'\({reason}\): {step} of {STEPS} ', job.text()), job.text()
@@ -79,7 +81,7 @@ def check_stopped(job, out_dir, reason, codes=(0, 0)):
         assert complete(out_dir)[-1] == step == last_step(out_dir)
         assert checkpoint.find_damage(str(Path(out_dir, 'checkpoints', f'step_{step:08}')), print) is None
     assert not Path(out_dir, 'STOP').exists() and not Path(out_dir, 'DONE').exists()
-    assert not re.search(r'^\[\d\] ', job.text(), re.MULTILINE), job.text()  # what a rank says that fails
+    assert not re.search(r'^\[\d\] ', job.text(), re.MULTILINE), job.text()  # so begins what a failing rank prints
     return step
 
 
@@ -141,7 +143,7 @@ def test_replicas_stop_together_where_their_round_ends(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_hands_a_signal_on_and_the_ranks_save_and_end_by_themselves(tmp_path, number):
-    """torchrun itself returns 1, so it is the marker files that count."""
+    """torchrun itself returns 1, so the test looks at the marker files."""
     out_dir = tmp_path / 'run'
     job = start('ddp', out_dir, torchrun=True)
     job.wait_for(has_trained(out_dir, 5))
@@ -171,7 +173,7 @@ def test_a_run_whose_slurm_job_is_nearly_over_saves_and_ends(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time that stopping.py sees: clock.now, from 0 on. In a process group of one."""
+    """The time that stopping.py sees: clock.now, which begins at 0. There is a process group of one rank."""
     clock = SimpleNamespace(now=0.0, strftime=time.strftime, localtime=time.localtime)
     clock.time = clock.monotonic = lambda: clock.now
     monkeypatch.setattr(stopping, 'time', clock)
@@ -229,13 +231,13 @@ def test_stop_before_end_s_0_does_not_look_at_the_time(tmp_path):
 
 
 def test_an_interruption_before_there_is_anything_to_save_ends_the_run_with_one_line(tmp_path):
-    """Ctrl-C while it starts; in the terminal all ranks get it. The other signals wait until it can save."""
+    """Ctrl-C while the run starts, which all ranks of a terminal get. Other signals wait until the run can save."""
     job = start('ddp', tmp_path / 'run')
     job.wait_for(lambda: (tmp_path / 'run' / '.lock').exists())
     for pid in job.ranks():
         faults.send(pid, signal.SIGINT)
     codes = job.wait()
-    if complete(tmp_path / 'run'):  # it was quicker: then it has saved
+    if complete(tmp_path / 'run'):  # if it was quicker, it has saved
         assert codes == [0, 0]
     else:
         assert 0 not in codes and not re.search(r'^\[\d\] Traceback', job.text(), re.MULTILINE), job.text()

@@ -11,7 +11,7 @@ EVERY |= {'checkpoint_interval': 0, 'permanent_interval': 0}
 
 
 def steps_due(what, tasks=('a task',), every=1, **keys):
-    """The steps of a run of 20 after which `what`, a field of Due, is due; it looks only after `every` steps."""
+    """The steps of a run of 20 after which `what`, a field of Due, is due; asked only after each `every` steps."""
     watch = object.__new__(Watch)
     watch.config = SimpleNamespace(**EVERY | keys)
     watch.run = SimpleNamespace(tasks=SimpleNamespace(tasks=tasks))

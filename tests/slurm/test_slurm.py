@@ -1,4 +1,5 @@
-"""The job scripts: on a real Slurm of two virtual nodes with GPUs on paper, and what they refuse before any work."""
+"""The job scripts, on a real Slurm with two virtual nodes and GPUs that exist only on paper; and what they refuse
+before any work."""
 
 import fcntl
 import hashlib
@@ -24,7 +25,7 @@ from benchmarks.runs import end_with_parent
 from configurator import read_knobs
 from runtime import checkpoint
 
-# Of the script's own request: (GPUs per node, cores, longest time limit in hours, nodes).
+# What each script requests: (GPUs per node, cores, longest time limit in hours, nodes).
 REQUESTS = {
     'rorqual': ('h100:4', 64, 7 * 24, 1),
     'narval': ('a100:4', 48, 7 * 24, 1),
@@ -36,7 +37,7 @@ REQUESTS = {
     'multi_node': ('h100:4', 48, 24, 2),
     'diloco': ('h100:4', 48, 24, 2),
 }
-STEPS = 200  # of the run that is cut: seconds, as a STOP is looked for every half second only
+STEPS = 200  # of the run that is cut into jobs. They take seconds, since a run looks for STOP only every half second
 
 
 @pytest.fixture(scope='module')
@@ -49,7 +50,7 @@ def project(tmp_path_factory, data_dir):
     keys = dict(argument.removeprefix('--').split('=') for argument in (*TINY_MODEL, *TINY_RUN))
     keys |= {'dataset': "'tiny'", 'dtype': "'float32'", 'dropout': 0.1}
     keys |= {'global_batch_size': 12, 'max_iters': STEPS, 'log_interval': 10}
-    del keys['device']  # the default of the job scripts is the one that is meant
+    del keys['device']  # so that the default of the job scripts counts
     (folder / 'config' / 'tiny.py').write_text(''.join(f'{key} = {value}\n' for key, value in keys.items()))
     settings = {'DATASETS_DIR': data_dir, 'RESULTS_DIR': folder.parent / 'results', 'PYTHON': sys.executable}
     lines = [f'export {name}=${{{name}-{value}}}\n' for name, value in settings.items()]  # a test may set another value
@@ -58,7 +59,8 @@ def project(tmp_path_factory, data_dir):
 
 
 def job_environment(**changes):
-    """A shell's, with the clusters' `module` function, two processes per node, and nothing of a job around the test."""
+    """The environment of a shell with the `module` function of clusters and two processes per node, without the
+    variables of a job in which the tests may run."""
     of_others = ('SLURM_', 'SBATCH_', 'CC_', 'TIKTOKEN_', 'HF_')  # prepare_data.py's tests leave some behind
     env = {name: value for name, value in environment().items() if not name.startswith(of_others)}
     stub = '() { echo "module $*"\n}'  # how bash exports a function, and so sbatch hands it to jobs
@@ -86,7 +88,7 @@ def in_job(**changes):
 
 
 def errors(result):
-    """The lines that name an error; the script has ended with one."""
+    """The lines that name an error; asserts that the script has failed."""
     assert result.returncode != 0, result.stdout + result.stderr
     return [line for line in (result.stdout + result.stderr).splitlines() if 'error:' in line]
 
@@ -180,7 +182,7 @@ def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
 @pytest.mark.parametrize('script', sorted(path.name for path in REPO.glob('train_*.py')))
 def test_keys_that_decide_on_losses_are_in_the_name_of_a_run_and_no_others(project, script):
     knobs = read_knobs(REPO / script)
-    longer = {'max_iters', 'num_epochs'}  # go on with the same run
+    longer = {'max_iters', 'num_epochs'}  # with other values the same run goes on
     deciding = {key for key, knob in knobs.items() if 'result' in knob.tags} - longer - {'data_dir'}
     deciding |= {'batch_size', 'dtype', 'tf32', 'deepspeed_config'} & {*knobs}  # these round otherwise
     command = f'source slurm/common.sh; SCRIPT=train_fsdp.py; for key in {" ".join(knobs)}; do run_name --$key=1; done'
@@ -233,7 +235,7 @@ def test_mistakes_found_by_the_plan_and_on_the_node(project, tmp_path):
 
 
 def test_a_tokenizer_that_is_missing_or_damaged(project, tmp_path):
-    """In a job without internet: the error names the command for the login node, at once."""
+    """In a job without internet the error comes at once, and names the command for the login node."""
     text = tmp_path / 'text'
     text.mkdir()
     for number in range(3):
@@ -343,8 +345,8 @@ HOSTS = Path('/etc/hosts')
 HOSTS_MARK = '# virtual Slurm nodes of tests/slurm/test_slurm.py'
 PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
 
-# The nodes are this machine twice, each slurmd on its own port. The sizes are made up (config_overrides), jobs are not
-# bound to cores (task/none), and no cgroups are needed (proctrack/linuxproc).
+# Both nodes are this machine, with a slurmd on a port of its own each. Sizes are made up (config_overrides), jobs are
+# not bound to cores (task/none), and no cgroups are needed (proctrack/linuxproc).
 SLURM_CONF = """
 ClusterName=virtual
 SlurmctldHost={host}(127.0.0.1)
@@ -381,7 +383,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=7-0 State=UP
 
 
 def add_hosts():
-    """Let n1 and n2 mean this machine, by the address of its own name: so torchrun knows that it is the head node."""
+    """Let n1 and n2 be this machine, with the address of its own name, by which torchrun knows that it is the head
+    node."""
     names = [*NODES]
     try:
         address = socket.gethostbyname(socket.gethostname())
@@ -502,14 +505,15 @@ def stop(env, daemons):
 
 
 def submit(cluster, project, arguments, **changes):
-    """Number of the job that `sbatch --parsable ARGUMENTS` makes, submitted from the project's folder."""
+    """Submit a job by `sbatch --parsable ARGUMENTS` from the project's folder; returns its number."""
     result = bash(f'sbatch --parsable {arguments}', project, **cluster, **changes)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
 def states(cluster, job):
-    """{array element: state} of what squeue still lists of a job; a pending rest of an array is one element."""
+    """{array element: state} for what squeue still lists of a job. The elements of an array that are not started yet
+    are one entry."""
     command = ['squeue', '--noheader', '--states=all', '--job', job, '--format=%K %T']
     lines = subprocess.run(command, env=job_environment(**cluster), capture_output=True, text=True).stdout.splitlines()
     return dict(line.split() for line in lines)
@@ -533,7 +537,7 @@ def logs_of(project, job, element='*'):
 
 
 def wait_for_text(path, text, cluster, project, job, seconds=900):
-    """Until the file has the text; fails when the job's first element ends without it."""
+    """Wait until the file has the text; fails if the first element of the job ends without it."""
     deadline = time.monotonic() + seconds
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < deadline and states(cluster, job).get('1') not in ENDED, logs_of(project, job)
@@ -558,7 +562,7 @@ def submitted(cluster, project):
 
 @pytest.fixture(scope='module')
 def diloco(cluster, project, submitted):
-    """slurm/diloco.sh on both nodes once the jobs before it have left them: (job, out_dir)."""
+    """(job, out_dir) of slurm/diloco.sh on both nodes, once earlier jobs have left them."""
     out_dir = project.parent / 'results' / 'diloco'
     run = f'config/tiny.py --device=cpu --out_dir={out_dir} --max_iters=6 --inner_steps=3 --batch_size=1'
     return submit(cluster, project, f'slurm/diloco.sh {run}'), out_dir
@@ -594,8 +598,9 @@ def test_cut_before_its_time_limit_the_next_element_goes_on_to_equal_weights(clu
     run = f'config/tiny.py --device=cpu --out_dir={out_dir} --resume=never'
     job = submit(cluster, project, f'slurm/rorqual.sh {run}')
     wait_for_text(out_dir / 'metrics.jsonl', '"step": 10,', cluster, project, job)
-    # What Slurm sends 600 s before the limit; limits count whole minutes, so a test would wait for one. The signal
-    # comes at once, but scancel 22.05 is told that it did not, and sends it again every five seconds: end it.
+    # This is what Slurm sends 600 s before the time limit. Limits are whole minutes, and the test should not wait for
+    # one. The signal arrives at once, but scancel 22.05 does not notice and sends it again every five seconds, so the
+    # test ends scancel.
     scancel = subprocess.Popen(['scancel', '--batch', '--signal=USR1', f'{job}_1'], env=job_environment(**cluster))
     try:
         wait_for_text(project / 'slurm' / 'logs' / f'rorqual-{job}_1.out', 'asking for', cluster, project, job)
@@ -684,7 +689,7 @@ from comparison import jobs
 jobs.ASK_S = 1
 sys.argv[0] = 'compare.py'
 runpy.run_path('compare.py', run_name='__main__')
-"""  # compare.py, which asks Slurm every second
+"""  # compare.py that asks Slurm every second
 
 
 @pytest.fixture
@@ -767,7 +772,7 @@ def test_a_mistake_ends_the_chain_with_one_line(cluster, project):
 
 @pytest.mark.slow
 def test_resume_never_refuses_a_run_and_no_later_element_continues_it(cluster, project, uninterrupted):
-    """Another script, by its name, in the same out_dir."""
+    """The run that is refused is of another script, in the same out_dir."""
     run = f'config/tiny.py --device=cpu --max_iters={STEPS + 10} --out_dir={uninterrupted[0]} --resume=never'
     job = submit(cluster, project, f'slurm/generic.sh {run}', SCRIPT='train_ddp.py')
     elements = wait_until_ended(cluster, project, job)

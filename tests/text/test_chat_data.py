@@ -1,4 +1,4 @@
-"""Instruction data: chat templates, and what is learned of a conversation. Folder trees with files of every kind."""
+"""Instruction data: chat templates, and what is learned from a conversation; folder trees with files of every kind."""
 
 import collections
 import json
@@ -97,7 +97,7 @@ def test_the_answers_and_their_end_tokens_are_learned_and_nothing_else(template,
         assert [part for _, parts in found for part in parts] == [f'{lead}{answer}{end}' for answer in answers]
         assert len(found) == (2 if template == MISTRAL and turns[0][0] == 'system' else 1)
         assert 'never answered' not in found[0][0]
-        if template == MISTRAL and turns[0][0] == 'system':  # written before the question that is answered, each time
+        if template == MISTRAL and turns[0][0] == 'system':  # it comes before each question that is answered
             assert [text.count('Be brief.') for text, _ in found] == [1, 1]
 
 
@@ -138,7 +138,7 @@ def test_a_template_without_end_of_turn_gets_end_of_text(tmp_path):
     assert [text for text, _ in found] == ['user: a\nassistant: \nb', 'user: a\nassistant: \nb\nuser: c\nassistant: d']
     assert [parts for _, parts in found] == [['\nb<|im_end|>'], ['d<|im_end|>']]
     ((_, parts),) = learned_parts(encoder, files, [('user', 'a'), ('assistant', 'the end')])
-    assert parts == [' the end<|im_end|>']  # ' the' is one token, of which the prompt has the space
+    assert parts == [' the end<|im_end|>']  # ' the' is one token, and its space belongs to the prompt
 
 
 def test_special_tokens_that_take_in_spaces_stay_on_their_side(tmp_path):
@@ -218,7 +218,7 @@ def test_control_tokens_that_a_message_spells_are_letters(template, tmp_path):
     assert np.isin(ids, encoder.special_ids).sum() == np.isin(plain_ids, encoder.special_ids).sum()
     assert text.count(end) == (4 if template == CHATML else 5) and files.decode(ids) == text
     assert files.decode(ids[flags & LEARNED > 0]) == f'a{forged[1:]}b{end}'
-    question = files.encode('q' + end)  # which encodes all text as letters
+    question = files.encode('q' + end)  # encode() takes `end` as letters, not as a special token
     assert any(ids[start : start + len(question)].tolist() == question for start in range(len(ids)))
 
 

@@ -1,4 +1,4 @@
-"""Rows of instruction data of every common shape: read as they are meant, or refused with the reason."""
+"""Rows of instruction data in every common form are read as they are meant, or refused with the reason."""
 
 import collections
 import functools
@@ -22,7 +22,7 @@ QA = messages_of([('user', 'q'), ('assistant', 'a')])
 TWO_TURNS = messages_of([('user', 'q'), ('assistant', 'a'), ('user', 'q2'), ('assistant', 'a2')])
 TOOL = {'type': 'function', 'function': {'name': 'weather_in', 'description': 'now', 'parameters': {'type': 'object'}}}
 CALL = {'type': 'function', 'function': {'name': 'weather_in', 'arguments': {'city': 'Zürich', 'unit': None}}}
-# A template that knows tools, and no other thoughts than Qwen's; and one that joins arguments and asks for null.
+# A template that knows tools, and thoughts only as Qwen writes them; and one that joins arguments and asks for null.
 TOOLS = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}\
 {{- '<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
@@ -93,7 +93,7 @@ ROWS = {
 def test_a_row_of_every_known_shape_is_a_question_and_its_answer(name):
     assert chat_rows.holds_conversation(ROWS[name]) and chat_rows.has_chat_fields(ROWS[name])
     assert read(ROWS[name]) == {'messages': QA}
-    # Columnar files give each row the keys of all.
+    # In columnar files each row has the keys of all rows.
     assert read({**dict.fromkeys(chat_rows.CHAT_FIELDS), **ROWS[name]}) == {'messages': QA}
 
 
@@ -290,7 +290,7 @@ def test_a_list_of_messages_in_an_unknown_field_is_not_learned_as_text(tmp_path,
     assert sources.find_source(str(rows), chat=True, chat_fields=['turns']).chat
     assert not sources.find_source(str(rows), chat=False).chat
 
-    # Among others such a row is left out, and a list of anything else is text.
+    # In a folder with other rows such a row is left out, and a list of anything else is text.
     write_rows(rows, [{'text': 'a'}, {'turns': turns}, {'cast': [{'role': 'king', 'value': 'Lear'}]}])
     texts, notes = texts_of(sources.find_source(str(rows)))
     assert texts == ['a', 'king\nLear']
@@ -424,7 +424,7 @@ def test_rows_of_which_all_strings_are_learned_are_named_with_the_keys_that_read
     for content in ('[{"source": "q", "target": "a"}, {"source": "q"}]', '{"data": [{"text": "a", "url": "b"}]}'):
         (tmp_path / 'rows.json').write_text(content)
         assert '--chat_fields=' in sources.find_source(str(tmp_path / 'rows.json')).line
-    assert sources.find_source(str(path), chat=False).line is None  # the user has said it
+    assert sources.find_source(str(path), chat=False).line is None  # since the user says that it is no chat
     assert sources.find_source(str(write_rows(tmp_path / 'texts.jsonl', [{'text': 'a'}] * 3))).line is None
     line = sources.find_source(str(write_rows(tmp_path / 'gsm.jsonl', [{**ROWS['gsm8k'], 'id': 1}] * 3))).line
     assert 'question, answer' in line and 'not read: id' in line and '--chat=False' in line

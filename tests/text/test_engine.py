@@ -1,4 +1,4 @@
-"""gigatoken in place of a tokenizer: the same tokens, and where it would differ the reference."""
+"""gigatoken in place of a tokenizer: it gives the same tokens, and where it would differ the reference is used."""
 
 import json
 import random
@@ -23,8 +23,9 @@ GPT4 += r'|\s*[\r\n]+|\s+(?!\S)|\s+'
 
 
 def fuzzed(count, seed):
-    """Documents of what tokenizers treat differently: every Unicode block, controls, runs of whitespace, what is not
-    UTF-8 (as prepare_data.py mends it), new characters, special tokens spelled out, and plain words."""
+    """Documents with everything that tokenizers treat differently: every Unicode block, control characters, runs of
+    whitespace, bytes that are not UTF-8 (as prepare_data.py mends them), new characters, special tokens as text, and
+    plain words."""
     generator = random.Random(seed)
     newer = sorted(engine.NEWER)
     blanks = [' ', '  ', '\n', '\r\n', '\t', '\u00a0', '\u2003', '\u3000', '\u200b', '\ufeff', '\x00', '\x1f', '\x85']
@@ -53,9 +54,9 @@ def fuzzed(count, seed):
 
 
 def byte_level(folder, pattern=None, without=b'', **changes):
-    """A Hugging Face folder whose tokenizer joins 'a', '1', '!' and a space with the first byte of what follows, if the
-    pattern leaves both in one word: so that its tokens tell what is a letter, a number, or neither. without: bytes that
-    have no token."""
+    """A Hugging Face folder whose tokenizer joins 'a', '1', '!' and a space with the first byte of the next character,
+    if the pattern leaves both in one word. So its tokens show whether a character counts as a letter, a number, or
+    neither. without: bytes that have no token."""
     letters = {byte: letter for byte, letter in enumerate(_letters())}
     vocabulary, merges = {letters[byte]: byte for byte in range(256) if byte not in without}, []
     for one in b'a1! '.translate(None, without):
@@ -85,7 +86,7 @@ def _letters():
 
 @pytest.fixture(scope='module')
 def folders(tmp_path_factory):
-    """{name: (name, folder) as load_tokenizer() takes them}"""
+    """{name: (name, folder) as load_tokenizer() takes them}."""
     root = tmp_path_factory.mktemp('tokenizers')
     (root / 'bpe').mkdir()
     train_bpe(fuzzed(600, seed=99), 1500, root / 'bpe' / 'tokenizer.json')
@@ -101,7 +102,7 @@ def folders(tmp_path_factory):
 
 
 def both(folders, name, monkeypatch):
-    """(Engine, reference)"""
+    """(Engine, reference)."""
     if name == 'gpt2':
         if needs_gpt2.args[0]:
             pytest.skip(needs_gpt2.kwargs['reason'])
@@ -123,7 +124,7 @@ def assert_equal(fast, reference, documents):
 @pytest.mark.parametrize('name', ['gpt2', 'bpe', 'byte_level', 'split', 'nfc', 'lacking'])
 def test_fuzzed_documents_get_the_same_tokens(folders, name, monkeypatch):
     fast, reference = both(folders, name, monkeypatch)
-    monkeypatch.setattr(engine, 'CHECKED_SHARE', 0)  # or it would notice before this test does
+    monkeypatch.setattr(engine, 'CHECKED_SHARE', 0)  # else it would notice before this test does
     assert_equal(fast, reference, fuzzed(1500, seed=1))
     assert_equal(fast, reference, [b'', b' ' * 200_000, b'a' * 100_000, '中'.encode() * 50_000])
 
@@ -141,7 +142,7 @@ def test_a_hundred_thousand_fuzzed_documents_get_the_same_tokens(folders, name, 
 
 @pytest.mark.parametrize('name', ['byte_level', 'split'])
 def test_every_character_is_a_letter_to_both_or_goes_to_the_reference(folders, name, monkeypatch):
-    """All code points; without the list of new ones, gigatoken does differ there and nowhere else."""
+    """All code points are tried. Without the list of new characters gigatoken differs in these, and in no others."""
     fast, reference = both(folders, name, monkeypatch)
     monkeypatch.setattr(engine, 'CHECKED_SHARE', 0)
     characters = [chr(number) for number in range(0x80, 0x110000) if not 0xD800 <= number < 0xE000]

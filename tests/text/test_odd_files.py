@@ -1,4 +1,4 @@
-"""Rows and files that benchmarks/fuzz.py drew and that were learned wrong, or ended in a traceback."""
+"""Rows and files that benchmarks/fuzz.py has drawn, and that once were learned wrong or ended in a traceback."""
 
 import collections
 import gzip
@@ -25,7 +25,7 @@ def read(path, text_field=None):
 
 
 def refusal(path, text_field=None):
-    """The message with which it is refused."""
+    """The message with which a file or folder is refused."""
     with pytest.raises((ValueError, OSError)) as refused:
         read(path, text_field)
     assert errors.is_users_mistake(refused.value) and '\n' not in str(refused.value)

@@ -1,4 +1,4 @@
-"""tokenizer.py: every kind encodes and decodes, names and files that are missing get one clear line."""
+"""tokenizer.py: every kind of tokenizer encodes and decodes, and a missing name or file ends in one clear line."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_all_ids_lie_below_vocab_size_and_no_text_gives_the_end_of_text_token(to
 def test_a_trained_bpe_has_the_size_asked_for_and_depends_on_the_texts_alone(bpe_folder, tmp_path, monkeypatch):
     assert load_tokenizer('bpe', bpe_folder).vocab_size == 600
     texts = [path.read_bytes() for path in sorted(Path(os.__file__).parent.glob('[a-c]*.py'))]
-    monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')  # other numbers of threads count words in another order
+    monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')  # with threads, words are counted in another order
     train_bpe(texts, 600, tmp_path / 'tokenizer.json')
     assert (tmp_path / 'tokenizer.json').read_bytes() == (bpe_folder / 'tokenizer.json').read_bytes()
 
@@ -383,7 +383,7 @@ def edited(path, **changes):
 
 @pytest.fixture
 def digits_apart(bpe_folder, tmp_path):
-    """A folder as SmolLM's: its file cuts numbers into digits, and names a class that does not."""
+    """A folder like that of SmolLM: tokenizer.json cuts numbers into digits, but the class that it names does not."""
     content = json.loads((bpe_folder / 'tokenizer.json').read_text(encoding='utf-8'))
     vocabulary, merges = content['model']['vocab'], content['model']['merges']
     if '12' not in vocabulary:
@@ -446,7 +446,7 @@ def test_what_is_no_tokenizer_json_is_one_line_with_the_mend(hugging_face_folder
 
 @pytest.fixture
 def with_bos(hugging_face_folder, tmp_path):
-    """A folder whose tokenizer puts <s> before a text, as Llama's and Gemma's do."""
+    """A folder whose tokenizer puts <s> before a text, as those of Llama and Gemma do."""
     folder = tmp_path / 'with_bos'
     shutil.copytree(hugging_face_folder, folder)
     edited(folder / 'tokenizer_config.json', eos_token=END_OF_TEXT)
