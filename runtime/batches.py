@@ -9,7 +9,9 @@ The arithmetic of batches: micro-steps, epochs, and warnings about settings that
 import math
 from fractions import Fraction
 
-INTERVALS = 'log_interval eval_interval eval_tasks_interval checkpoint_interval permanent_interval'.split()
+INTERVALS = (
+    'log_interval eval_interval eval_tasks_interval checkpoint_interval permanent_interval checksum_interval'.split()
+)
 
 
 def accumulation_steps(global_batch_size, batch_size, world_size):
