@@ -9,9 +9,7 @@ The arithmetic of batches: micro-steps, epochs, and warnings about settings that
 import math
 from fractions import Fraction
 
-INTERVALS = (
-    'log_interval eval_interval eval_tasks_interval checkpoint_interval permanent_interval checksum_interval'.split()
-)
+INTERVALS = [f'{what}_interval' for what in 'log eval eval_tasks checkpoint permanent checksum'.split()]  # keys, in steps
 
 
 def accumulation_steps(global_batch_size, batch_size, world_size):
