@@ -9,7 +9,7 @@ The arithmetic of batches: micro-steps, epochs, and warnings about settings that
 import math
 from fractions import Fraction
 
-INTERVALS = [f'{what}_interval' for what in 'log eval eval_tasks checkpoint permanent checksum'.split()]  # keys, in steps
+INTERVALS = [f'{what}_interval' for what in 'log eval eval_tasks checkpoint permanent checksum'.split()]  # keys
 
 
 def accumulation_steps(global_batch_size, batch_size, world_size):
