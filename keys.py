@@ -150,7 +150,7 @@ class ShardingKeys:
 
     # fsdp [per job]
     fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
-    zero_stage = 3  # what is sharded: 1 (manual only) = moments; 2 = also gradients; 3 = also weights
+    zero_stage = 3  # 1 (manual only) shards optimizer state, 2 +gradients, 3 +weights; lower keeps blocks whole longer
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # on the host, not the GPU: moments, or all state
     accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # sum gradients with less communication, or less memory
     blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
