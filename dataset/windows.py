@@ -11,7 +11,7 @@ data are conversations, windows hold whole documents or conversations instead.
 Files are shards with a header (this project's, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin,
 or .npy files; prepare_data.py's meta.json describes them. To read another format of token files, add their ending to
 ENDINGS below and their layout to read_shard() in dataset/shards.py, which returns the tokens of a file as a numpy array
-or memmap of one dimension, of integers. To read another format of texts, see docs/data.md.
+or memmap of one dimension, of integers. To read another format of texts, see CONTRIBUTING.md.
 """
 
 import bisect
