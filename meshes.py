@@ -168,7 +168,7 @@ def check_pipeline(config, stage_ranks):
         )
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
     if micro_steps < stages or (chunks > 1 and micro_steps % stages):
-        several = f'a multiple of pipeline_stages={stages}' if chunks > 1 else f'pipeline_stages={stages} or more'
+        several = f'a multiple of pipeline_stages={stages}' if chunks > 1 else f'one per stage, {stages}, or more'
         enough = -(-micro_steps // stages) * stages * config['batch_size'] * copies
         raise ValueError(
             f'global_batch_size={config["global_batch_size"]} is {counted(micro_steps, "micro-step")} of batch_size='
@@ -179,7 +179,7 @@ def check_pipeline(config, stage_ranks):
     blocks = counted(blocks[0], 'block') if len({*blocks}) == 1 else f'{", ".join(map(str, blocks))} blocks'
     return [
         f'pipeline: {counted(stages, "stage")} x {counted(chunks, "chunk")} of {blocks}; '
-        f'{counted(copies, "pipeline")} (above: rank); bubble {stages - 1}/{chunks * micro_steps} of the work'
+        f'{counted(copies, "pipeline")}; bubble {stages - 1}/{chunks * micro_steps} of the work'
     ]
 
 

@@ -5,7 +5,7 @@ Train a language model with data parallelism: every rank holds the whole model, 
     torchrun --nproc_per_node=4 train_ddp.py config/quickstart.py     # 4 GPUs, or 4 CPU processes (gloo)
     python train_ddp.py --help                                        # every key with its default and meaning
 
-`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes.
+`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes, and context, tensor and expert parallelism.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'ddp')  # ranks, device, data; every key that the run needs now has a value
-run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
+run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 

@@ -51,7 +51,7 @@ deepspeed_engine.refuse_unsupported(vars(config))
 engine_config = deepspeed_engine.configuration(vars(config), run.accumulation_steps, config.deepspeed_config)
 if not config.dry_run:
     deepspeed = deepspeed_engine.package(run.device)  # the import, or one line on what to install
-found = run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
+found = run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 

@@ -6,7 +6,7 @@ of its optimizer state, and gathers one block at a time to compute (ZeRO, arXiv 
     torchrun --nproc_per_node=4 train_fsdp.py config/quickstart.py    # 4 GPUs, or 4 CPU processes (gloo)
     python train_fsdp.py --help                                       # every key with its default and meaning
 
-`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes.
+`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes, and context, tensor and expert parallelism.
 """
 
 import math
@@ -47,7 +47,7 @@ from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value
-run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
+run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 

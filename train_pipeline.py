@@ -42,7 +42,7 @@ from runtime.watch import Watch
 run = begin(config, explicit, 'pipeline')  # ranks, device, data; every key that the run needs now has a value
 stages, chunks = config.pipeline_stages, config.pipeline_chunks
 run.notes += meshes.check_pipeline(vars(config), run.world_size // stages)
-run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
+run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 

@@ -40,6 +40,10 @@ METHODS = {  # name -> script, keys; train_diloco.py also gets inner_steps
     'alone': ('train_ddp.py', ['--global_batch_size=4', '--batch_size=4', '--eval_iters=220']),  # half of 8 x 110
     'snoo': ('train_diloco.py', ['--num_replicas=1', *NESTEROV]),  # one replica, sharded over both ranks
     'diloco': ('train_diloco.py', TWO),
+    # With momentum mu a pseudo-gradient moves the parameters, in the end, by outer_lr / (1 - mu) of itself: 1.75 above,
+    # and 1 in these two as in the plain average.
+    'diloco-0.4-0.6': ('train_diloco.py', ['--num_replicas=2', '--outer_lr=0.4', '--outer_momentum=0.6']),
+    'diloco-0.1-0.9': ('train_diloco.py', ['--num_replicas=2', '--outer_lr=0.1', '--outer_momentum=0.9']),
     'muloco': ('train_diloco.py', [*TWO, '--optimizer=muon']),
     'int4': ('train_diloco.py', [*TWO, '--exchange_dtype=int4', '--error_feedback']),
     'average': ('train_diloco.py', AVERAGE),  # what SparseLoCo does without its compression

@@ -1,4 +1,4 @@
-# The model of config/quickstart.py, trained by replicas that meet every 50 steps: at most 5 minutes on 2 CPU cores.
+# The model of config/quickstart.py, trained by replicas that meet every 20 steps: at most 5 minutes on 2 CPU cores.
 #
 #   python prepare_data.py
 #   torchrun --nproc_per_node=2 train_diloco.py config/diloco_quickstart.py --num_replicas=2

@@ -68,11 +68,12 @@ def dry_run(config, shape, world_size, strategy='ddp'):
         sent = columns([stage_traffic(config, part, world_size, stage) for stage in stages])
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
 
-    sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1)
-    batch_arithmetic = batch_line(config['batch_size'], micro_steps, ranks, config['block_size'], sharing)
+    sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1) * (len(stages) or 1)
+    batch_arithmetic = batch_line(config['batch_size'], micro_steps, world_size, config['block_size'], sharing)
     lines += ['', 'batch', f'  {batch_arithmetic}']
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
-    lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
+    sent_in_words = f'{sent / 1e9:.3f} GB' if sent >= 1e8 else f'{sent / 1e6:.3f} MB'
+    lines.append(f'  {sent_in_words} sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
     flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}
     lines += section('FLOPs, forward and backward', {name: f'{number:.3e}' for name, number in flops.items()})

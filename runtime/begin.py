@@ -295,6 +295,7 @@ def fill_batch(run):
     config, stages = run.config, vars(run.config).get('pipeline_stages', 1)
     ranks = run.ranks // stages  # in each stage
     reading = meshes.ranks_for_batches(vars(config), ranks)  # how many of them read different sequences
+    sharing = run.ranks // reading  # the ranks that work on the same ones
     # By default one micro-step per stage, which fills a pipeline just once.
     config.global_batch_size = config.global_batch_size or config.batch_size * stages * reading
     run.accumulation_steps = batches.accumulation_steps(config.global_batch_size, config.batch_size, reading)
@@ -304,7 +305,7 @@ def fill_batch(run):
     of_others = f' of {others}' if config.val_dataset else ''
     run.notes += [
         f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens{of_others}',
-        batches.batch_line(config.batch_size, run.accumulation_steps, ranks, config.block_size, ranks // reading),
+        batches.batch_line(config.batch_size, run.accumulation_steps, run.ranks, config.block_size, sharing),
     ]
 
 
