@@ -243,14 +243,18 @@ def draw_bytes(found, theme):
     drawing = Drawing(552, 'Loss against bytes sent: ' + ', '.join(run['name'] for run in runs))
     drawing.text(0, 26, 'Loss against bytes sent', theme.text, bold=True, size=25)
     drawing.text(0, 62, 'loss', theme.quiet)
-    x, y = pictures.scale(10, 50000, left, right, logarithmic=True), pictures.scale(3.8, 4.4, bottom, top)
-    for tenths in range(38, 45):
+    x, y = pictures.scale(10, 50000, left, right, logarithmic=True), pictures.scale(3.8, 4.6, bottom, top)
+    for tenths in range(38, 47, 2):
         drawing.line([(left, y(tenths / 10)), (right, y(tenths / 10))], theme.line, width=1)
         drawing.text(left - 10, y(tenths / 10) + 7, f'{tenths / 10:.1f}', theme.quiet, anchor='end')
     for kb, words in ((10, '10 kB'), (100, '100 kB'), (1000, '1 MB'), (10000, '10 MB')):
         drawing.line([(x(kb), bottom), (x(kb), bottom + 8)], theme.quiet)
         drawing.text(x(kb), bottom + 32, words, theme.quiet, anchor='start' if kb == 10 else 'middle')
     drawing.text((left + right) / 2, bottom + 62, 'sent between two nodes, per step', theme.quiet, anchor='middle')
+    runs, (alone,) = [run for run in runs if run['kB']], [run for run in runs if not run['kB']]
+    level = y(alone['loss'][0])  # it sends nothing, so it has no place on a logarithmic axis
+    drawing.line([(left, level), (right, level)], theme.red, width=2.5, dashes='6 5')
+    drawing.text(right, level - 12, f'{alone["name"]}, which sends nothing', theme.red, anchor='end')
     point = {run['name']: (x(run['kB']), y(run['loss'][0])) for run in runs}
     drawing.line([point[name] for name in ('DDP', 'DiLoCo', 'DiLoCo, int4')], theme.blue, width=1.5, dashes='2 6')
     drawing.line([point[name] for name in ('DDP, Muon', 'MuLoCo')], theme.orange, width=1.5, dashes='2 6')
