@@ -58,7 +58,7 @@ from runtime.watch import Watch
 run = begin(config, explicit, 'diloco')  # ranks, device, data; every key that the run needs now has a value
 diloco.check_keys(vars(config))  # raises unless inner_steps, overlap_steps and the like fit together
 if config.dry_run:  # a run says so once it knows how many steps are left
-    run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_lr, config.outer_momentum)
+    run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
@@ -141,7 +141,7 @@ diloco_check.check_start(outer, step, config.max_iters)  # raises unless all rep
 looks_only = config.eval_only or config.verify  # these two leave all rows of the log in place
 watch = Watch(run, saved['step'] if found and looks_only else step, saved)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
-for line in diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_lr, config.outer_momentum):
+for line in diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum):
     watch.say(line)
 
 

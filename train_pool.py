@@ -61,7 +61,7 @@ jobs_ranks = config.num_replicas * processes.ranks_from_environment()[2]
 run = begin(config, explicit, 'pool', jobs_ranks)  # ranks, device, data; every key that the run needs now has a value
 diloco.check_keys(vars(config))
 if config.dry_run:  # a run says so once it knows how many steps are left
-    run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_lr, config.outer_momentum)
+    run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find this job's own checkpoint
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
@@ -130,7 +130,7 @@ if config.replay:
     watch.say(f'replay: {replica.replay()}')
     processes.leave()
 watch.self_test(model, raw_model, as_loaded=found is None and step == 0)  # a joining job has the pool's weights by now
-for line in diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_lr, config.outer_momentum):
+for line in diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum):
     watch.say(line)
 
 

@@ -191,23 +191,23 @@ class Plan:
         )
 
 
-def advice(steps, inner_steps, outer_lr, outer_momentum):
+def advice(steps, inner_steps, outer_momentum):
     """[a warning] if a run may have too few rounds for its outer momentum; [] if it has enough, or is over.
 
     An outer momentum mu averages over about the last 1 / (1 - mu) rounds, and with outer learning rate lr it moves the
     parameters up to lr / (1 - mu) times as far as they went in a round: 7 times with lr=0.7 and mu=0.9. So in the first
-    rounds the parameters overshoot, and a short run ends before that has decayed. How many rounds are enough is a rule
-    of thumb from runs of small models over 20 to 200 rounds: 4 / (1 - mu)^2 rounds separated the runs that did well
-    from those that did not, all with lr=0.7 (docs/diloco.md). With lr=1 - mu nothing overshoots.
+    rounds the parameters overshoot, and a short run ends before that has decayed. A small lr is no way out, because
+    then a short run ends before the momentum has built up. How many rounds are enough is a rule of thumb from runs of
+    small models over 20 to 200 rounds: 4 / (1 - mu)^2 rounds separated the runs that did well from those that did not
+    (docs/diloco.md).
     """
     rounds = steps / inner_steps
-    if rounds <= 0 or outer_lr <= 1 - outer_momentum + 1e-6 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:
+    if rounds <= 0 or outer_momentum == 0 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:
         return []
     lower = math.floor(10 * (1 - math.sqrt(4 / rounds)) + 1e-6) / 10
     shorter = int(steps * (1 - outer_momentum) ** 2 / 4 + 1e-6)
     return [
-        f'WARNING: {rounds:.0f} rounds are few for outer_lr={outer_lr} and outer_momentum={outer_momentum}, they may '
-        f'overshoot: use --outer_lr={1 - outer_momentum:.2g}, or '
+        f'WARNING: {rounds:.0f} rounds are few for outer_momentum={outer_momentum}, they may overshoot: use '
         + (f'--outer_momentum={lower}' if lower > 0 else '--outer_momentum=0 --outer_lr=1')
         + (f', or --inner_steps={shorter}' if shorter else '')
     ]
