@@ -11,6 +11,7 @@ prepare_data.py can count how many rows were left out for each reason.
 """
 
 import json
+import re
 
 # Fields that hold a list of messages. `conversations` is ShareGPT's, with `from` and `value`, or LIMA's, plain strings.
 LISTS = ('messages', 'conversations', 'conversation', 'dialog', 'dialogue')
@@ -65,6 +66,9 @@ ROLES |= dict.fromkeys(('gpt', 'chatgpt', 'bing', 'bard', 'bot', 'model'), 'assi
 ROLES |= dict.fromkeys(('function', 'ipython', 'observation', 'tool_response', 'function_response'), 'tool')
 CALLS = ('function_call', 'tool_call')  # roles that mark an assistant's message whose text is a tool call in JSON
 ROLES |= dict.fromkeys(CALLS, 'assistant')
+# Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
+THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
+THINK_TAG = re.compile('</?think>')
 TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of a content's parts that are text
 
 
@@ -95,6 +99,8 @@ def conversation_of(row, fields=()):
         raise ValueError(
             'rows whose answers all have the weight 0' if answers else "rows without an assistant's answer"
         )
+    if any(_says_nothing(messages[number]) for number in learned):  # would be learned as ending the turn at once
+        raise ValueError('rows with an empty answer')
     conversation = {'messages': messages[: learned[-1] + 1]}
     if tools := _tools_of(row):
         conversation['tools'] = tools
@@ -279,6 +285,12 @@ def _message_of(message, number):
     others = {key: value for key, value in message.items() if key != 'role'}
     message = {'role': role} | ({} if content is None else {'content': content})
     return message | ({'tool_calls': calls} if calls else {}) | others
+
+
+def _says_nothing(message):
+    """Whether a message of _message_of() has neither text nor tool calls nor thoughts."""
+    texts = [THINK_TAG.sub('', message.get('content', '')), *(message.get(name) for name in THOUGHTS)]
+    return not message.get('tool_calls') and not any(str(text or '').strip() for text in texts)
 
 
 def _joined(parts):

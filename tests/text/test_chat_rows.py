@@ -151,6 +151,43 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
     assert read({'messages': QA, 'chosen': QA, 'rejected': QA})['messages'] == QA  # UltraFeedback says which is learned
 
 
+def test_rows_with_an_empty_answer_are_left_out_because_they_teach_to_say_nothing():
+    for nothing in ('', ' \n', '<think>\n\n</think>\n\n', [], [{'type': 'text', 'text': ''}]):
+        silent = {'role': 'assistant', 'content': nothing}
+        for row in (
+            {'messages': [QA[0], silent]},
+            {'messages': [QA[0], {**silent, 'tool_calls': [], 'reasoning_content': '', 'refusal': None}]},
+            {'messages': [QA[0], silent, *QA]},  # the end of this turn would be learned, too
+            {'prompt': 'q', 'completion': [silent]},
+        ):
+            assert refused(row) == 'rows with an empty answer'
+        # Context is not learned, and what comes behind the last learned answer is not read.
+        unlearned = {**silent, 'weight': 0}
+        for messages in ([QA[0], unlearned, *QA], [*QA, QA[0], unlearned], [silent, *QA]):
+            assert read({'messages': messages})['messages'][-1] == QA[1]
+        assert read({'prompt': [QA[0], silent, QA[0]], 'completion': 'a'})['messages'][-1] == QA[1]
+    for row in (
+        {'prompt': 'q', 'completion': ''},
+        {'instruction': 'q', 'input': '', 'output': ' '},
+        {'instruction': 'q', 'output': 'a', 'history': [['q', '']]},
+        {'question': 'q', 'answer': '\n'},
+        {'question': 'q', 'answers': {'text': ['']}},
+        {'conversations': ['q', '']},
+        {'conversations': [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': ''}]},
+    ):
+        assert refused(row) == 'rows with an empty answer'
+    call = json.dumps(CALL['function'])
+    for message in (
+        {'role': 'assistant', 'content': '', 'tool_calls': [CALL]},
+        {'role': 'assistant', 'content': '', 'function_call': CALL['function']},
+        {'role': 'assistant', 'content': '', 'reasoning_content': 'hm'},
+        {'role': 'assistant', 'content': '<think>hm</think>'},
+        {'role': 'assistant', 'content': ['', {'type': 'text', 'text': 'a'}]},
+    ):
+        assert read({'messages': [QA[0], message]})
+    assert read({'conversations': [{'from': 'human', 'value': 'q'}, {'from': 'function_call', 'value': call}]})
+
+
 # --- what the template does with them ---------------------------------------------------------------------------------
 
 
