@@ -46,6 +46,7 @@ FORMATS_IN_WORDS = (
     f'{OTHER_FIELDS}'
 )
 KEYS_OF_MESSAGES = 'rename its keys to role and content, or from and value'
+RENAME_ROLE = 'rename it to user, or to assistant, whose words are learned'
 AS_TEXT = '--chat=False learns all strings as text'
 NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
 PREFERENCE_PAIRS = (
@@ -66,6 +67,9 @@ ROLES |= dict.fromkeys(('gpt', 'chatgpt', 'bing', 'bard', 'bot', 'model'), 'assi
 ROLES |= dict.fromkeys(('function', 'ipython', 'observation', 'tool_response', 'function_response'), 'tool')
 CALLS = ('function_call', 'tool_call')  # roles that mark an assistant's message whose text is a tool call in JSON
 ROLES |= dict.fromkeys(CALLS, 'assistant')
+# Who they are is clear where both speak and nobody else does. An agent beside a user may be a tool, and a customer
+# beside an assistant the one whose words are to be learned.
+SUPPORT = {'customer': 'user', 'agent': 'assistant'}
 # Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
 THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
 THINK_TAG = re.compile('</?think>')
@@ -89,7 +93,9 @@ def conversation_of(row, fields=()):
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
     row = {name: value for name, value in row.items() if value is not None}
-    messages = [_message_of(message, number) for number, message in enumerate(_messages_of(row, fields))]
+    messages = _messages_of(row, fields)
+    roles = _known_roles(messages)
+    messages = [_message_of(message, number, roles) for number, message in enumerate(messages)]
     system = next((row[name] for name in SYSTEMS if row.get(name)), None)
     if isinstance(system, str) and messages and messages[0]['role'] not in INSTRUCTIONS:
         messages = [{'role': 'system', 'content': system}, *messages]
@@ -153,8 +159,11 @@ def reason_against_text(row):
         return PARTS_OF_TREES if all(name in row for name in TREE) else None
     lists = {name: _parsed(value) for name, value in row.items()}
     lists = {name: value for name, value in lists.items() if _are_messages(value)}
-    name = next((name for name in lists if all(_role_of(message) in ROLES for message in lists[name])), None)
-    return name and f'rows whose {name} is a list of messages: --chat_fields={name} reads it, {AS_TEXT}'
+    for name, messages in lists.items():
+        roles = _known_roles(messages)
+        if all(_role_of(message, roles) in ROLES for message in messages):
+            return f'rows whose {name} is a list of messages: --chat_fields={name} reads it, {AS_TEXT}'
+    return None
 
 
 def _pair_in(row):
@@ -213,7 +222,9 @@ def _turns_of(row, questions, answer):
         messages += [{'role': role, 'content': text} for role, text in zip(QA_ROLES, turn, strict=True)]
     prompt = _as_messages(row[questions[0]])
     if prompt is not None:
-        messages += [message if _role_of(message) != 'assistant' else {**message, 'weight': 0} for message in prompt]
+        for message in prompt:
+            is_answer = _role_of(message, ROLES | SUPPORT) == 'assistant'
+            messages.append({**message, 'weight': 0} if is_answer else message)
     else:
         for name in questions:
             if not isinstance(row[name], str):
@@ -243,25 +254,32 @@ def _as_messages(value):
     return value if is_list else None
 
 
-def _role_of(message):
-    """The role of a row's message, translated by ROLES; an unknown role as it is; None if the message has none."""
+def _role_of(message, roles=ROLES):
+    """The role of a row's message, translated by `roles`; an unknown role as it is; None if the message has none."""
     role = message.get('role', message.get('from')) if isinstance(message, dict) else None
-    return ROLES.get(role.lower(), role) if isinstance(role, str) else None
+    return roles.get(role.lower(), role) if isinstance(role, str) else None
 
 
-def _message_of(message, number):
-    """A message as conversation_of() describes it. number: its place, from which a plain string gets its role."""
+def _known_roles(messages):
+    """The roles that are known in a row with these messages: ROLES, and where they are clear, those of SUPPORT."""
+    speakers = {str(_role_of(message)).lower() for message in messages} - {*INSTRUCTIONS}
+    return ROLES | SUPPORT if speakers == {*SUPPORT} else ROLES
+
+
+def _message_of(message, number, roles):
+    """A message as conversation_of() describes it. number: its place, from which a plain string gets its role. roles:
+    those that are known."""
     if isinstance(message, str):
         return {'role': QA_ROLES[number % 2], 'content': message}
     message = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     fields = ', '.join(key for key in message if message[key])[:60] or 'no fields'
     if 'role' not in message and isinstance(message.get('from'), str):
         message = {'role': message.pop('from'), 'content': message.pop('value', None), **message}
-    name, role = message.get('role'), _role_of(message)
+    name, role = message.get('role'), _role_of(message, roles)
     if role is None:
         raise ValueError(f'rows with a message that has no role (it has: {fields}): {KEYS_OF_MESSAGES}')
     if role not in ROLES:
-        raise ValueError(f'rows with the unknown role {role[:30]!r}')
+        raise ValueError(f'rows with the unknown role {role[:30]!r}: {RENAME_ROLE}')
     message['role'] = role
     content, calls = message.pop('content', None), _parsed(message.pop('tool_calls', None)) or []
     if isinstance(content, list):

@@ -151,6 +151,34 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
     assert read({'messages': QA, 'chosen': QA, 'rejected': QA})['messages'] == QA  # UltraFeedback says which is learned
 
 
+def test_customer_and_agent_are_user_and_assistant_where_nobody_else_speaks(tmp_path):
+    as_support = {'user': 'Customer', 'assistant': 'agent'}
+    support = [{**message, 'role': as_support[message['role']]} for message in TWO_TURNS]
+    system = {'role': 'system', 'content': 'be kind'}
+    assert read({'messages': support}) == {'messages': TWO_TURNS}
+    assert read({'messages': [system, *support]}) == {'messages': [system, *TWO_TURNS]}
+    sharegpt = [{'from': message['role'], 'value': message['content']} for message in support]
+    assert read({'conversations': sharegpt}) == {'messages': TWO_TURNS}
+    prompt_list = read({'prompt': support[:3], 'completion': support[3:]})['messages']
+    assert [message.get('weight') for message in prompt_list] == [None, 0, None, None]
+    source = sources.find_source(str(write_rows(tmp_path / 'support.jsonl', [{'messages': support}] * 3)))
+    assert source.chat and texts_of(source)[0] == [chat_rows.conversation_of({'messages': TWO_TURNS})] * 3
+    write_rows(tmp_path / 'support.jsonl', [{'turns': support}] * 3)
+    with pytest.raises(ValueError, match='--chat_fields=turns reads it'):
+        sources.find_source(str(tmp_path / 'support.jsonl'))
+
+    # Beside others it is not clear whose words are to be learned, nor with one of the two alone.
+    for who, words in (
+        (('user', 'agent'), "the unknown role 'agent'"),
+        (('customer', 'assistant'), "the unknown role 'customer'"),
+        (('customer', 'agent', 'user'), "the unknown role 'customer'"),
+        (('agent', 'assistant'), "the unknown role 'agent'"),
+        (('client', 'operator'), "the unknown role 'client'"),
+    ):
+        line = refused({'messages': messages_of([(role, 'x') for role in who])})
+        assert f'{words}: rename it to user, or to assistant' in line, who
+
+
 def test_rows_with_an_empty_answer_are_left_out_because_they_teach_to_say_nothing():
     for nothing in ('', ' \n', '<think>\n\n</think>\n\n', [], [{'type': 'text', 'text': ''}]):
         silent = {'role': 'assistant', 'content': nothing}
