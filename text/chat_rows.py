@@ -70,6 +70,10 @@ ROLES |= dict.fromkeys(CALLS, 'assistant')
 # Who they are is clear where both speak and nobody else does. An agent beside a user may be a tool, and a customer
 # beside an assistant the one whose words are to be learned.
 SUPPORT = {'customer': 'user', 'agent': 'assistant'}
+# Who speaks in lists of messages with other keys, and on which side: only to see what they are, not to read them.
+SIDES = ROLES | SUPPORT | dict.fromkeys(('client', 'caller', 'visitor'), 'user')
+SIDES |= dict.fromkeys(('operator', 'support', 'representative'), 'assistant')
+SPEAKERS = ('role', 'from', 'speaker', 'sender', 'author', 'participant', 'party', 'who')  # keys that say who speaks
 # Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
 THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
 THINK_TAG = re.compile('</?think>')
@@ -157,13 +161,44 @@ def reason_against_text(row):
         return PREFERENCE_PAIRS
     if isinstance(row.get('text'), str):
         return PARTS_OF_TREES if all(name in row for name in TREE) else None
-    lists = {name: _parsed(value) for name, value in row.items()}
-    lists = {name: value for name, value in lists.items() if _are_messages(value)}
-    for name, messages in lists.items():
+    for name, messages in _lists_of_objects(row).items():
         roles = _known_roles(messages)
-        if all(_role_of(message, roles) in ROLES for message in messages):
+        if _are_messages(messages) and all(_role_of(message, roles) in ROLES for message in messages):
             return f'rows whose {name} is a list of messages: --chat_fields={name} reads it, {AS_TEXT}'
+        if any(_are_both_sides(messages, key) for key in messages[0]):
+            reason = f'rows whose {name} is a list of messages with the keys {_keys_of(messages)}'
+            return f'{reason}: {KEYS_OF_MESSAGES}, and say --chat_fields={name}; {AS_TEXT}'
     return None
+
+
+def speakers_in(row):
+    """(name of a field with a list of objects that say who speaks, their keys), or None if there is none. It may be a
+    chat under names of its own, or a play."""
+    for name, objects in _lists_of_objects(row).items():
+        if len(objects) > 1 and all(any(isinstance(one.get(key), str) for key in SPEAKERS) for one in objects):
+            return name, _keys_of(objects)
+    return None
+
+
+def _lists_of_objects(row):
+    """{name: value} of the fields of a row that hold lists of objects."""
+    lists = {name: _parsed(value) for name, value in row.items()}
+    return {name: value for name, value in lists.items() if _are_objects(value)}
+
+
+def _are_objects(value):
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def _are_both_sides(objects, key):
+    """Whether a key of these objects says who speaks, and both sides of a chat do."""
+    names = [one.get(key) for one in objects]
+    sides = {SIDES.get(name.lower()) if isinstance(name, str) else None for name in names}
+    return {*QA_ROLES} <= sides and None not in sides
+
+
+def _keys_of(objects):
+    return ', '.join(map(str, objects[0]))[:60]
 
 
 def _pair_in(row):

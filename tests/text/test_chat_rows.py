@@ -362,6 +362,45 @@ def test_a_list_of_messages_in_an_unknown_field_is_not_learned_as_text(tmp_path,
     assert [count for note, count in notes.items() if '--chat_fields=turns' in note] == [1]
 
 
+def test_a_list_in_which_both_sides_of_a_chat_speak_is_not_learned_as_text(tmp_path):
+    path = tmp_path / 'rows.jsonl'
+    for speaker, (asks, answers), what in (
+        ('speaker', ('customer', 'agent'), 'text'),
+        ('sender', ('Visitor', 'Operator'), 'body'),
+        ('role', ('user', 'model'), 'parts'),
+        ('from', ('human', 'gpt'), 'text'),
+    ):
+        said = [{speaker: asks, what: 'q'}, {speaker: answers, what: 'a'}]
+        for turns in (said, json.dumps(said)):
+            write_rows(path, [{'id': 'x', 'turns': turns}] * 3)
+            words = (
+                f'turns is a list of messages with the keys {speaker}, {what}: rename its keys .*=turns; --chat=False'
+            )
+            with pytest.raises(ValueError, match=words):
+                sources.find_source(str(path))
+        assert texts_of(sources.find_source(str(path), chat=False))
+    # Beside other rows such a row is left out, and lists that only resemble it are text.
+    said = [{'speaker': 'customer', 'text': 'q'}, {'speaker': 'agent', 'text': 'a'}]
+    fields = [{'name': 'user', 'type': 'str'}, {'name': 'model', 'type': 'str'}, {'name': 'id', 'type': 'int'}]
+    write_rows(path, [{'text': 't'}, {'turns': said}, {'turns': said[:1]}, {'turns': fields}, {'turns': [{}, {}]}])
+    texts, notes = texts_of(sources.find_source(str(path)))
+    assert texts == ['t', 'customer\nq', 'user\nstr\nmodel\nstr\nid\nint']
+    assert [count for note, count in notes.items() if 'is a list of messages with the keys' in note] == [1]
+
+
+def test_a_list_in_which_people_speak_is_learned_as_text_with_a_warning(tmp_path):
+    said = [{'speaker': 'Ann', 'text': 'q'}, {'speaker': 'Bob', 'text': 'a'}]
+    for turns in (said, json.dumps(said)):
+        path = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
+        source = sources.find_source(str(path))
+        assert not source.chat and 'WARNING: turns looks like conversations (keys speaker, text)' in source.line
+        assert 'rename its keys to role and content' in source.line and '--chat_fields=turns' in source.line
+        assert sources.find_source(str(path), chat=False).line is None  # since the user says that it is no chat
+    for turns in ([{'lang': 'en', 'text': 'q'}, {'lang': 'de', 'text': 'a'}], said[:1], [*said, {'text': 'x'}], ['x']):
+        path = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
+        assert 'WARNING' not in sources.find_source(str(path)).line
+
+
 def test_messages_with_other_keys_are_refused_with_those_that_are_read():
     with pytest.raises(
         ValueError, match=r'it has: speaker, utterance\): rename its keys to role and content, or from and'
