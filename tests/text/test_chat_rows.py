@@ -555,9 +555,11 @@ def test_the_end_shows_an_example_with_what_is_learned_and_peek_shows_whole_ones
     assert 'rows are conversations, by their question, answer (--chat=False' in printed
     assert '<|im_start|>assistant\n【#### 1<|im_end|>】\n' in printed
     assert meta_of(tmp_path / 'data' / 'gsm')['rows_kept'] == 40
-    windows = prepare(tmp_path, '--peek=gsm').stdout.split('--- ')[1:]
-    assert meta_of(tmp_path / 'data' / 'gsm')['splits']['train']['longest'] > 257
+    length, *windows = prepare(tmp_path, '--peek=gsm').stdout.split('--- ')
+    longest = meta_of(tmp_path / 'data' / 'gsm')['splits']['train']['longest']
+    assert longest > 257 and f'windows of {longest} tokens, as long as the longest' in length and 'block_size' in length
     for window in windows:
+        assert ', 1 conversation in it, ' in window  # two of them would not fit
         assert window.count('<|im_start|>assistant\n【#### ') == window.count('<|im_end|>】') >= 1
         assert '!!' not in window  # padding
     write_rows(tmp_path / 'text.jsonl', [{'text': f'text {number} ' * 9} for number in range(99)])
