@@ -164,6 +164,9 @@ def spelled_message(draw, message):
 
 def in_openai_form(draw, messages, tools):
     rows = [spelled_message(draw, message) for message in messages]
+    if some(draw, 0.1) and {message['role'] for message in messages} <= {'system', 'developer', 'user', 'assistant'}:
+        for row in rows:
+            row['role'] = {'user': 'customer', 'assistant': 'agent'}.get(row['role'], row['role'])
     name = draw.choice(['messages', 'messages', 'messages', 'conversations', 'conversation', 'dialog'])
     return {name: json.dumps(rows) if some(draw, 0.1) else rows, **(spelled_tools(draw, tools) if tools else {})}
 
