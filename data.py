@@ -30,6 +30,7 @@ from dataset.mixture import SourceOrder, names_in, parse_stages
 from dataset.shards import LEARNED
 from dataset.shuffle import sample_windows
 from dataset.windows import has_split, open_dataset, read_meta
+from runtime.batches import counted
 from text.conversations import marked_text
 from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
 
@@ -226,22 +227,26 @@ def peek(dataset, data_dir, n_windows=8, n_tokens=256, n_chats=2):
     longest = max((meta['splits']['train']['longest'] for meta in metas if meta.get('masked')), default=None)
     if longest:  # cut no conversation; text goes together with conversations only as documents
         keys['windows'] = 'documents'
-    mixture = open_mixture({**keys, 'block_size': longest or n_tokens, 'vocab_size': None}, 'train')
+    length = longest or n_tokens
+    mixture = open_mixture({**keys, 'block_size': length, 'vocab_size': None}, 'train')
     mixture.plan(1, n_windows)
     decode = tokenizer_of(folder_of(keys)).decode
+    as_long = ', as long as the longest conversation' if longest else ''
+    print(f'windows of {counted(length, "token")}{as_long}; those of a run have its --block_size')
     for number, window in zip(*mixture.locate(np.arange(n_windows), seed=1337), strict=True):
         source = mixture.sources[number]
         where = f'{mixture.names[number]}, window {window:,} of {source.n_windows:,}'
         if source.is_chat:
             chats = conversations_in(*(row[0] for row in source.read([window])))
-            print(f'--- {where}, {len(chats)} conversations in it, what is learned in 【 】:')
+            print(f'--- {where}, {counted(len(chats), "conversation")} in it, what is learned in 【 】:')
             for chat in chats[:n_chats]:
                 print(marked_text(*chat, decode, '【', '】'), end='\n\n')
             continue
         tokens = np.array(source.read([window])[0]).ravel()[:n_tokens]
         parts = np.split(tokens, np.flatnonzero(tokens == source.eot) + 1)
         text = '【end of document】\n'.join(decode(part[part != source.eot]) for part in parts)
-        print(f'--- {where}, {len(parts) - 1} documents end in it:\n{text}')
+        n_ends = len(parts) - 1
+        print(f'--- {where}, {counted(n_ends, "document")} {"ends" if n_ends == 1 else "end"} in it:\n{text}')
 
 
 def conversations_in(x, y, starts):

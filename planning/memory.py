@@ -60,7 +60,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     travelling    fsdp with context_parallel: keys and values of other ranks for one layer, and their gradients in fp32;
                   with tensor_parallel: activations that arrive and leave
     minus: not at the same moment   fsdp, negative: the parts do not all peak at the same moment; this is the overlap,
-                  so that the sum is the true peak
+                  so that the sum is the true peak; absent if there is none
 
     shard_size is the number of ranks that together hold one copy of the model. With expert_parallel each of the ranks
     that share experts holds only some of them, which it shards with the ranks of the copy that hold the same ones;
@@ -132,7 +132,8 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     # backward, when there are no gradients yet unless micro-steps add up, or at its end, when the root's gradients are
     # reduced.
     begin = block_reduction + activation_sum - (parts.get('gradients', 0) if micro_steps == 1 else 0)
-    return parts | {'minus: not at the same moment': max(begin, root_reduction) - parts['reduction'] - activation_sum}
+    overlap = max(begin, root_reduction) - parts['reduction'] - activation_sum
+    return parts | ({'minus: not at the same moment': overlap} if overlap else {})
 
 
 def gathered_of_blocks(config, model, shard_size):

@@ -425,12 +425,14 @@ def test_peek_prints_windows_with_source_and_borders(tmp_path):
     for name, word in (('one', 'uno'), ('two', 'dos')):
         write_rows(tmp_path / f'{name}.jsonl', [f'{word} ' * 30 + str(number) for number in range(200)])
         prepare(tmp_path, f'--dataset={tmp_path}/{name}.jsonl', '--tokenizer=bytes', f'--name={name}')
-    parts = prepare(tmp_path, '--peek=one:0.5,two:0.5').stdout.split('--- ')[1:]
+    length, *parts = prepare(tmp_path, '--peek=one:0.5,two:0.5').stdout.split('--- ')
+    assert length == 'windows of 256 tokens; those of a run have its --block_size\n'
     assert len(parts) == 8 and sum(part.startswith('one, window ') for part in parts) == 4
     for part in parts:
         head, body = part.split(':\n', 1)
         assert ('uno' in body) == head.startswith('one') and ('dos' in body) == head.startswith('two')
-        assert body.count('【end of document】') == 2  # of 122 to 124 tokens each, in a window of 256
+        assert ', 2 documents end in it' in head  # of 122 to 124 tokens each, in a window of 256
+        assert body.count('【end of document】') == 2
     assert 'did you mean two' in error_of(tmp_path, '--peek=one,twoo')
 
 

@@ -11,6 +11,7 @@ prepare_data.py can count how many rows were left out for each reason.
 """
 
 import json
+import re
 
 # Fields that hold a list of messages. `conversations` is ShareGPT's, with `from` and `value`, or LIMA's, plain strings.
 LISTS = ('messages', 'conversations', 'conversation', 'dialog', 'dialogue')
@@ -45,6 +46,7 @@ FORMATS_IN_WORDS = (
     f'{OTHER_FIELDS}'
 )
 KEYS_OF_MESSAGES = 'rename its keys to role and content, or from and value'
+RENAME_ROLE = 'rename it to user, or to assistant, whose words are learned'
 AS_TEXT = '--chat=False learns all strings as text'
 NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
 PREFERENCE_PAIRS = (
@@ -65,6 +67,16 @@ ROLES |= dict.fromkeys(('gpt', 'chatgpt', 'bing', 'bard', 'bot', 'model'), 'assi
 ROLES |= dict.fromkeys(('function', 'ipython', 'observation', 'tool_response', 'function_response'), 'tool')
 CALLS = ('function_call', 'tool_call')  # roles that mark an assistant's message whose text is a tool call in JSON
 ROLES |= dict.fromkeys(CALLS, 'assistant')
+# Who they are is clear where both speak and nobody else does. An agent beside a user may be a tool, and a customer
+# beside an assistant the one whose words are to be learned.
+SUPPORT = {'customer': 'user', 'agent': 'assistant'}
+# Who speaks in lists of messages with other keys, and on which side: only to see what they are, not to read them.
+SIDES = ROLES | SUPPORT | dict.fromkeys(('client', 'caller', 'visitor'), 'user')
+SIDES |= dict.fromkeys(('operator', 'support', 'representative'), 'assistant')
+SPEAKERS = ('role', 'from', 'speaker', 'sender', 'author', 'participant', 'party', 'who')  # keys that say who speaks
+# Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
+THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
+THINK_TAG = re.compile('</?think>')
 TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of a content's parts that are text
 
 
@@ -85,7 +97,9 @@ def conversation_of(row, fields=()):
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
     row = {name: value for name, value in row.items() if value is not None}
-    messages = [_message_of(message, number) for number, message in enumerate(_messages_of(row, fields))]
+    messages = _messages_of(row, fields)
+    roles = _known_roles(messages)
+    messages = [_message_of(message, number, roles) for number, message in enumerate(messages)]
     system = next((row[name] for name in SYSTEMS if row.get(name)), None)
     if isinstance(system, str) and messages and messages[0]['role'] not in INSTRUCTIONS:
         messages = [{'role': 'system', 'content': system}, *messages]
@@ -95,6 +109,8 @@ def conversation_of(row, fields=()):
         raise ValueError(
             'rows whose answers all have the weight 0' if answers else "rows without an assistant's answer"
         )
+    if any(_says_nothing(messages[number]) for number in learned):  # would be learned as ending the turn at once
+        raise ValueError('rows with an empty answer')
     conversation = {'messages': messages[: learned[-1] + 1]}
     if tools := _tools_of(row):
         conversation['tools'] = tools
@@ -145,10 +161,44 @@ def reason_against_text(row):
         return PREFERENCE_PAIRS
     if isinstance(row.get('text'), str):
         return PARTS_OF_TREES if all(name in row for name in TREE) else None
+    for name, messages in _lists_of_objects(row).items():
+        roles = _known_roles(messages)
+        if _are_messages(messages) and all(_role_of(message, roles) in ROLES for message in messages):
+            return f'rows whose {name} is a list of messages: --chat_fields={name} reads it, {AS_TEXT}'
+        if any(_are_both_sides(messages, key) for key in messages[0]):
+            reason = f'rows whose {name} is a list of messages with the keys {_keys_of(messages)}'
+            return f'{reason}: {KEYS_OF_MESSAGES}, and say --chat_fields={name}; {AS_TEXT}'
+    return None
+
+
+def speakers_in(row):
+    """(name of a field with a list of objects that say who speaks, their keys), or None if there is none. It may be a
+    chat under names of its own, or a play."""
+    for name, objects in _lists_of_objects(row).items():
+        if len(objects) > 1 and all(any(isinstance(one.get(key), str) for key in SPEAKERS) for one in objects):
+            return name, _keys_of(objects)
+    return None
+
+
+def _lists_of_objects(row):
+    """{name: value} of the fields of a row that hold lists of objects."""
     lists = {name: _parsed(value) for name, value in row.items()}
-    lists = {name: value for name, value in lists.items() if _are_messages(value)}
-    name = next((name for name in lists if all(_role_of(message) in ROLES for message in lists[name])), None)
-    return name and f'rows whose {name} is a list of messages: --chat_fields={name} reads it, {AS_TEXT}'
+    return {name: value for name, value in lists.items() if _are_objects(value)}
+
+
+def _are_objects(value):
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def _are_both_sides(objects, key):
+    """Whether a key of these objects says who speaks, and both sides of a chat do."""
+    names = [one.get(key) for one in objects]
+    sides = {SIDES.get(name.lower()) if isinstance(name, str) else None for name in names}
+    return {*QA_ROLES} <= sides and None not in sides
+
+
+def _keys_of(objects):
+    return ', '.join(map(str, objects[0]))[:60]
 
 
 def _pair_in(row):
@@ -207,7 +257,9 @@ def _turns_of(row, questions, answer):
         messages += [{'role': role, 'content': text} for role, text in zip(QA_ROLES, turn, strict=True)]
     prompt = _as_messages(row[questions[0]])
     if prompt is not None:
-        messages += [message if _role_of(message) != 'assistant' else {**message, 'weight': 0} for message in prompt]
+        for message in prompt:
+            is_answer = _role_of(message, ROLES | SUPPORT) == 'assistant'
+            messages.append({**message, 'weight': 0} if is_answer else message)
     else:
         for name in questions:
             if not isinstance(row[name], str):
@@ -237,25 +289,32 @@ def _as_messages(value):
     return value if is_list else None
 
 
-def _role_of(message):
-    """The role of a row's message, translated by ROLES; an unknown role as it is; None if the message has none."""
+def _role_of(message, roles=ROLES):
+    """The role of a row's message, translated by `roles`; an unknown role as it is; None if the message has none."""
     role = message.get('role', message.get('from')) if isinstance(message, dict) else None
-    return ROLES.get(role.lower(), role) if isinstance(role, str) else None
+    return roles.get(role.lower(), role) if isinstance(role, str) else None
 
 
-def _message_of(message, number):
-    """A message as conversation_of() describes it. number: its place, from which a plain string gets its role."""
+def _known_roles(messages):
+    """The roles that are known in a row with these messages: ROLES, and where they are clear, those of SUPPORT."""
+    speakers = {str(_role_of(message)).lower() for message in messages} - {*INSTRUCTIONS}
+    return ROLES | SUPPORT if speakers == {*SUPPORT} else ROLES
+
+
+def _message_of(message, number, roles):
+    """A message as conversation_of() describes it. number: its place, from which a plain string gets its role. roles:
+    those that are known."""
     if isinstance(message, str):
         return {'role': QA_ROLES[number % 2], 'content': message}
     message = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     fields = ', '.join(key for key in message if message[key])[:60] or 'no fields'
     if 'role' not in message and isinstance(message.get('from'), str):
         message = {'role': message.pop('from'), 'content': message.pop('value', None), **message}
-    name, role = message.get('role'), _role_of(message)
+    name, role = message.get('role'), _role_of(message, roles)
     if role is None:
         raise ValueError(f'rows with a message that has no role (it has: {fields}): {KEYS_OF_MESSAGES}')
     if role not in ROLES:
-        raise ValueError(f'rows with the unknown role {role[:30]!r}')
+        raise ValueError(f'rows with the unknown role {role[:30]!r}: {RENAME_ROLE}')
     message['role'] = role
     content, calls = message.pop('content', None), _parsed(message.pop('tool_calls', None)) or []
     if isinstance(content, list):
@@ -279,6 +338,12 @@ def _message_of(message, number):
     others = {key: value for key, value in message.items() if key != 'role'}
     message = {'role': role} | ({} if content is None else {'content': content})
     return message | ({'tool_calls': calls} if calls else {}) | others
+
+
+def _says_nothing(message):
+    """Whether a message of _message_of() has neither text nor tool calls nor thoughts."""
+    texts = [THINK_TAG.sub('', message.get('content', '')), *(message.get(name) for name in THOUGHTS)]
+    return not message.get('tool_calls') and not any(str(text or '').strip() for text in texts)
 
 
 def _joined(parts):

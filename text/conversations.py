@@ -28,15 +28,11 @@ import numpy as np
 
 from dataset.shards import FIRST, LEARNED
 from runtime.errors import one_line
-from text.chat_rows import INSTRUCTIONS
+from text.chat_rows import INSTRUCTIONS, THINK_TAG, THOUGHTS
 
 # Put between the letters of a control token that a message spells, so that the tokenizer does not take it for one; the
 # tokenizer's normalizer removes it again. Unicode's noncharacters are meant for such uses: no text has them.
 MARK = '\ufdd0'
-
-# Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
-THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
-THINK_TAG = re.compile('</?think>')
 
 # Templates that write today's date, such as Llama 3.2's, would give other tokens tomorrow. So they get the date that is
 # written in Llama 3.1's template, both as a variable and from the function that transformers offers to templates.

@@ -28,6 +28,7 @@ from runtime.errors import one_line
 from runtime.files import LFS_POINTER, sha256_of, write_file
 from text.chat_rows import (
     CHAT_FIELDS,
+    KEYS_OF_MESSAGES,
     NO_CONVERSATIONS,
     OTHER_FIELDS,
     PARTS_OF_TREES,
@@ -38,6 +39,7 @@ from text.chat_rows import (
     holds_conversation,
     reason_against_text,
     row_of,
+    speakers_in,
 )
 
 FIRST_BYTES = 1 << 19  # the part of a file in which its first rows are looked for
@@ -339,10 +341,18 @@ def _how_read(source, names, rows, said_text):
     without = next((row for row in rows if not isinstance(row.get('text'), str)), None)
     if said_text or without is None:
         return None
-    return (
+    line = (
         f"rows without a field 'text': of those all strings are learned, here of {_listed(without)}. "
         f'--text_field=NAME takes one field, {OTHER_FIELDS} reads conversations'
     )
+    found = next(filter(None, (speakers_in(row) for row in rows if not isinstance(row.get('text'), str))), None)
+    if found:
+        name, keys = found
+        line += (
+            f'\nWARNING: {name} looks like conversations (keys {keys}), and all that is said in it is learned: if only '
+            f'answers should be, {KEYS_OF_MESSAGES}, its roles to user and assistant, and say --chat_fields={name}'
+        )
+    return line
 
 
 def _inspect(path, chat_fields=()):

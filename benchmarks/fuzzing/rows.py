@@ -164,6 +164,9 @@ def spelled_message(draw, message):
 
 def in_openai_form(draw, messages, tools):
     rows = [spelled_message(draw, message) for message in messages]
+    if some(draw, 0.1) and {message['role'] for message in messages} <= {'system', 'developer', 'user', 'assistant'}:
+        for row in rows:
+            row['role'] = {'user': 'customer', 'assistant': 'agent'}.get(row['role'], row['role'])
     name = draw.choice(['messages', 'messages', 'messages', 'conversations', 'conversation', 'dialog'])
     return {name: json.dumps(rows) if some(draw, 0.1) else rows, **(spelled_tools(draw, tools) if tools else {})}
 
@@ -370,6 +373,13 @@ def words_in(value):
     return re.findall(r'w\d+x', value if isinstance(value, str) else json.dumps(value, default=str))
 
 
+def is_silent(number, message):
+    """Whether a message is an answer that would be learned although it says nothing."""
+    is_learned = number > 0 and message['role'] == 'assistant' and message.get('weight', 1)
+    says = 'thought' in message or 'tool_calls' in message or (message['content'] or '').strip()
+    return bool(is_learned and not says)
+
+
 def learned_text(template, ids, flags):
     """The text that is learned, one stretch after the other."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
@@ -416,6 +426,7 @@ def check_row(draw, folder):
         fold_plainly(messages)
     last = max(number for number, message in enumerate(messages) if message['role'] == 'assistant')
     messages = messages[: last + 1]
+    check(not any(is_silent(*numbered) for numbered in enumerate(messages)), 'an empty answer was learned', row)
     check_words(messages, tools, learned, examples, row)
     words = [disguise(in_the_templates_words(template, message)) for message in messages]
     try:

@@ -743,6 +743,17 @@ def test_the_report_names_every_part_with_its_numbers(strategy):
     assert 'at most (0 of them) 0.000' in ' '.join(none.split())
 
 
+def test_the_line_about_parts_that_do_not_peak_together_is_absent_where_all_do():
+    def printed(**changes):
+        shape = shape_of('gpt2', vocab_size=50304)
+        return report.dry_run(config_of(shape, **FSDP, **changes), shape.to_dict(), 4, 'fsdp')
+
+    assert re.search(r'minus: not at the same moment +-\d', printed(global_batch_size=16))
+    small = shape_of('gpt2')  # its blocks have more parameters than its root, and micro-steps add up
+    text = report.dry_run(config_of(small, **FSDP), small.to_dict(), 4, 'fsdp')
+    assert 'reduction' in text and 'minus' not in text
+
+
 def test_a_checkpoint_of_diloco_has_the_outer_parameters_and_momentum_and_all_of_each_replica():
     shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
     diloco = FSDP | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'num_fragments': 1}

@@ -151,6 +151,71 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
     assert read({'messages': QA, 'chosen': QA, 'rejected': QA})['messages'] == QA  # UltraFeedback says which is learned
 
 
+def test_customer_and_agent_are_user_and_assistant_where_nobody_else_speaks(tmp_path):
+    as_support = {'user': 'Customer', 'assistant': 'agent'}
+    support = [{**message, 'role': as_support[message['role']]} for message in TWO_TURNS]
+    system = {'role': 'system', 'content': 'be kind'}
+    assert read({'messages': support}) == {'messages': TWO_TURNS}
+    assert read({'messages': [system, *support]}) == {'messages': [system, *TWO_TURNS]}
+    sharegpt = [{'from': message['role'], 'value': message['content']} for message in support]
+    assert read({'conversations': sharegpt}) == {'messages': TWO_TURNS}
+    prompt_list = read({'prompt': support[:3], 'completion': support[3:]})['messages']
+    assert [message.get('weight') for message in prompt_list] == [None, 0, None, None]
+    source = sources.find_source(str(write_rows(tmp_path / 'support.jsonl', [{'messages': support}] * 3)))
+    assert source.chat and texts_of(source)[0] == [chat_rows.conversation_of({'messages': TWO_TURNS})] * 3
+    write_rows(tmp_path / 'support.jsonl', [{'turns': support}] * 3)
+    with pytest.raises(ValueError, match='--chat_fields=turns reads it'):
+        sources.find_source(str(tmp_path / 'support.jsonl'))
+
+    # Beside others it is not clear whose words are to be learned, nor with one of the two alone.
+    for who, words in (
+        (('user', 'agent'), "the unknown role 'agent'"),
+        (('customer', 'assistant'), "the unknown role 'customer'"),
+        (('customer', 'agent', 'user'), "the unknown role 'customer'"),
+        (('agent', 'assistant'), "the unknown role 'agent'"),
+        (('client', 'operator'), "the unknown role 'client'"),
+    ):
+        line = refused({'messages': messages_of([(role, 'x') for role in who])})
+        assert f'{words}: rename it to user, or to assistant' in line, who
+
+
+def test_rows_with_an_empty_answer_are_left_out_because_they_teach_to_say_nothing():
+    for nothing in ('', ' \n', '<think>\n\n</think>\n\n', [], [{'type': 'text', 'text': ''}]):
+        silent = {'role': 'assistant', 'content': nothing}
+        for row in (
+            {'messages': [QA[0], silent]},
+            {'messages': [QA[0], {**silent, 'tool_calls': [], 'reasoning_content': '', 'refusal': None}]},
+            {'messages': [QA[0], silent, *QA]},  # the end of this turn would be learned, too
+            {'prompt': 'q', 'completion': [silent]},
+        ):
+            assert refused(row) == 'rows with an empty answer'
+        # Context is not learned, and what comes behind the last learned answer is not read.
+        unlearned = {**silent, 'weight': 0}
+        for messages in ([QA[0], unlearned, *QA], [*QA, QA[0], unlearned], [silent, *QA]):
+            assert read({'messages': messages})['messages'][-1] == QA[1]
+        assert read({'prompt': [QA[0], silent, QA[0]], 'completion': 'a'})['messages'][-1] == QA[1]
+    for row in (
+        {'prompt': 'q', 'completion': ''},
+        {'instruction': 'q', 'input': '', 'output': ' '},
+        {'instruction': 'q', 'output': 'a', 'history': [['q', '']]},
+        {'question': 'q', 'answer': '\n'},
+        {'question': 'q', 'answers': {'text': ['']}},
+        {'conversations': ['q', '']},
+        {'conversations': [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': ''}]},
+    ):
+        assert refused(row) == 'rows with an empty answer'
+    call = json.dumps(CALL['function'])
+    for message in (
+        {'role': 'assistant', 'content': '', 'tool_calls': [CALL]},
+        {'role': 'assistant', 'content': '', 'function_call': CALL['function']},
+        {'role': 'assistant', 'content': '', 'reasoning_content': 'hm'},
+        {'role': 'assistant', 'content': '<think>hm</think>'},
+        {'role': 'assistant', 'content': ['', {'type': 'text', 'text': 'a'}]},
+    ):
+        assert read({'messages': [QA[0], message]})
+    assert read({'conversations': [{'from': 'human', 'value': 'q'}, {'from': 'function_call', 'value': call}]})
+
+
 # --- what the template does with them ---------------------------------------------------------------------------------
 
 
@@ -295,6 +360,45 @@ def test_a_list_of_messages_in_an_unknown_field_is_not_learned_as_text(tmp_path,
     texts, notes = texts_of(sources.find_source(str(rows)))
     assert texts == ['a', 'king\nLear']
     assert [count for note, count in notes.items() if '--chat_fields=turns' in note] == [1]
+
+
+def test_a_list_in_which_both_sides_of_a_chat_speak_is_not_learned_as_text(tmp_path):
+    path = tmp_path / 'rows.jsonl'
+    for speaker, (asks, answers), what in (
+        ('speaker', ('customer', 'agent'), 'text'),
+        ('sender', ('Visitor', 'Operator'), 'body'),
+        ('role', ('user', 'model'), 'parts'),
+        ('from', ('human', 'gpt'), 'text'),
+    ):
+        said = [{speaker: asks, what: 'q'}, {speaker: answers, what: 'a'}]
+        for turns in (said, json.dumps(said)):
+            write_rows(path, [{'id': 'x', 'turns': turns}] * 3)
+            words = (
+                f'turns is a list of messages with the keys {speaker}, {what}: rename its keys .*=turns; --chat=False'
+            )
+            with pytest.raises(ValueError, match=words):
+                sources.find_source(str(path))
+        assert texts_of(sources.find_source(str(path), chat=False))
+    # Beside other rows such a row is left out, and lists that only resemble it are text.
+    said = [{'speaker': 'customer', 'text': 'q'}, {'speaker': 'agent', 'text': 'a'}]
+    fields = [{'name': 'user', 'type': 'str'}, {'name': 'model', 'type': 'str'}, {'name': 'id', 'type': 'int'}]
+    write_rows(path, [{'text': 't'}, {'turns': said}, {'turns': said[:1]}, {'turns': fields}, {'turns': [{}, {}]}])
+    texts, notes = texts_of(sources.find_source(str(path)))
+    assert texts == ['t', 'customer\nq', 'user\nstr\nmodel\nstr\nid\nint']
+    assert [count for note, count in notes.items() if 'is a list of messages with the keys' in note] == [1]
+
+
+def test_a_list_in_which_people_speak_is_learned_as_text_with_a_warning(tmp_path):
+    said = [{'speaker': 'Ann', 'text': 'q'}, {'speaker': 'Bob', 'text': 'a'}]
+    for turns in (said, json.dumps(said)):
+        path = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
+        source = sources.find_source(str(path))
+        assert not source.chat and 'WARNING: turns looks like conversations (keys speaker, text)' in source.line
+        assert 'rename its keys to role and content' in source.line and '--chat_fields=turns' in source.line
+        assert sources.find_source(str(path), chat=False).line is None  # since the user says that it is no chat
+    for turns in ([{'lang': 'en', 'text': 'q'}, {'lang': 'de', 'text': 'a'}], said[:1], [*said, {'text': 'x'}], ['x']):
+        path = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
+        assert 'WARNING' not in sources.find_source(str(path)).line
 
 
 def test_messages_with_other_keys_are_refused_with_those_that_are_read():
@@ -451,9 +555,11 @@ def test_the_end_shows_an_example_with_what_is_learned_and_peek_shows_whole_ones
     assert 'rows are conversations, by their question, answer (--chat=False' in printed
     assert '<|im_start|>assistant\n【#### 1<|im_end|>】\n' in printed
     assert meta_of(tmp_path / 'data' / 'gsm')['rows_kept'] == 40
-    windows = prepare(tmp_path, '--peek=gsm').stdout.split('--- ')[1:]
-    assert meta_of(tmp_path / 'data' / 'gsm')['splits']['train']['longest'] > 257
+    length, *windows = prepare(tmp_path, '--peek=gsm').stdout.split('--- ')
+    longest = meta_of(tmp_path / 'data' / 'gsm')['splits']['train']['longest']
+    assert longest > 257 and f'windows of {longest} tokens, as long as the longest' in length and 'block_size' in length
     for window in windows:
+        assert ', 1 conversation in it, ' in window  # two of them would not fit
         assert window.count('<|im_start|>assistant\n【#### ') == window.count('<|im_end|>】') >= 1
         assert '!!' not in window  # padding
     write_rows(tmp_path / 'text.jsonl', [{'text': f'text {number} ' * 9} for number in range(99)])
