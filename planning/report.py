@@ -71,6 +71,9 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1)
     batch_arithmetic = batch_line(config['batch_size'], micro_steps, ranks, config['block_size'], sharing)
     lines += ['', 'batch', f'  {batch_arithmetic}']
+    if (copies := config.get('replicate_size', 1)) > 1:
+        shards = counted(world_size // copies, 'rank')
+        lines.append(f'  layout: {copies} copies of the model, each sharded over {shards}')
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
     lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]

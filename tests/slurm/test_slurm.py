@@ -234,6 +234,30 @@ def test_mistakes_found_by_the_plan_and_on_the_node(project, tmp_path):
     assert len(found) == 1 and re.search(f'out_dir={tmp_path} .*12 on {os.uname().nodename}', found[0])
 
 
+def test_an_early_failure_ends_the_chain_in_its_first_element_only(project, tmp_path):
+    """A later element has a command that has trained, so the next one tries again, until max_failures in a row."""
+    (tmp_path / 'checkpoints' / 'step_00000100').mkdir(parents=True)
+    stub = {'BASH_FUNC_scancel%%': '() { echo "cancelled: $*"\n}'}
+
+    def fails(element, out_dir=tmp_path, chain='9', **changes):
+        job = in_job(SLURM_ARRAY_JOB_ID=chain, SLURM_ARRAY_TASK_ID=str(element), SLURM_ARRAY_TASK_MIN='1')
+        result = bash(f'source slurm/common.sh; OUT_DIR={out_dir}; fail mistake', project, **stub, **job, **changes)
+        assert errors(result) == ['error: mistake'], result.stdout + result.stderr
+        is_cancelled = 'cancelled: --quiet --state=PENDING 9' in result.stdout
+        assert is_cancelled != ('on n1: the next array element tries again' in result.stdout) or element == 1
+        return is_cancelled
+
+    assert fails(1) and not (tmp_path / '.failures').exists()
+    assert not fails(1, SLURM_RESTART_COUNT='1')  # the cluster has queued it again: it had begun to train
+    assert [fails(element) for element in (3, 4, 5, 6)] == [False, False, False, True], 'the fifth is one too many'
+    (tmp_path / 'checkpoints' / 'step_00000200').mkdir()
+    (tmp_path / 'checkpoints' / 'step_00000300.damaged').mkdir()
+    assert not fails(8) and fails(9, MAX_FAILURES='2') and not fails(10, MAX_FAILURES='0')
+    assert not fails(2, chain='10'), 'another chain has its own count'
+    assert fails(11, out_dir=tmp_path / 'nowhere'), 'what cannot be counted must not go on for ever'
+    assert fails(11, out_dir=''), 'nor what fails before out_dir is known'
+
+
 def test_a_tokenizer_that_is_missing_or_damaged(project, tmp_path):
     """In a job without internet the error comes at once, and names the command for the login node."""
     text = tmp_path / 'text'
@@ -625,6 +649,31 @@ def test_cut_before_its_time_limit_the_next_element_goes_on_to_equal_weights(clu
     assert ours.keys() == theirs.keys()
     for name in theirs:
         assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', ['in the plan', 'after the plan'])
+def test_a_chain_that_has_trained_survives_a_bad_element(cluster, project, tmp_path, fault):
+    """Element 1 is stopped, element 2 fails within its first seconds, element 3 goes on to the end."""
+    out_dir, config = tmp_path / 'run', f'bad_{fault[:2]}'
+    is_bad = "os.environ.get('SLURM_ARRAY_TASK_ID') == '2'"
+    if fault == 'after the plan':
+        is_bad += " and '--dry_run' not in sys.argv"
+    lines = ['import os, sys', f'if {is_bad}:', "    raise OSError('this node is bad')"]
+    (project / 'config' / f'{config}.py').write_text('\n'.join(lines) + '\n')
+    run = f'config/tiny.py config/{config}.py --device=cpu --out_dir={out_dir}'
+    job = submit(cluster, project, f'--array=1-5%1 slurm/generic.sh {run}')
+    wait_for_text(out_dir / 'metrics.jsonl', '"step": 10,', cluster, project, job)
+    (out_dir / 'STOP').touch()
+    elements = wait_until_ended(cluster, project, job)
+    assert elements['1'][0] == 'COMPLETED' and 'stopped at step' in elements['1'][1], elements
+    state, log = elements['2']
+    assert state == 'FAILED' and 'this node is bad' in log, log
+    assert re.search(r'failure 1 since the last checkpoint, on n\d: the next array element tries again', log), log
+    assert ('rendezvous at' in log) == (fault == 'after the plan'), log
+    assert elements['3'][0] == 'COMPLETED' and f'done: {out_dir}' in elements['3'][1], elements['3']
+    assert (out_dir / 'DONE').read_text().strip() == str(STEPS)
+    assert {state for element, (state, _) in elements.items() if element not in '123'} == {'CANCELLED'}
 
 
 @pytest.mark.slow
