@@ -71,6 +71,9 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1) * (len(stages) or 1)
     batch_arithmetic = batch_line(config['batch_size'], micro_steps, world_size, config['block_size'], sharing)
     lines += ['', 'batch', f'  {batch_arithmetic}']
+    if (copies := config.get('replicate_size', 1)) > 1:
+        shards = counted(world_size // copies, 'rank')
+        lines.append(f'  layout: {copies} copies of the model, each sharded over {shards}')
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
     sent_in_words = f'{sent / 1e9:.3f} GB' if sent >= 1e8 else f'{sent / 1e6:.3f} MB'
     lines.append(f'  {sent_in_words} sent per rank per step')

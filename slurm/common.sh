@@ -2,7 +2,8 @@
 # What the scripts of this folder share: each holds its #SBATCH lines, sources this file and calls launch "$@".
 #
 # A run is a chain of array elements. Ten minutes before its time limit an element saves and ends (the file PREEMPTED),
-# and the next one goes on; DONE ends the chain. A mistake ends it, too, in one line and before any GPU is used.
+# and the next one goes on; DONE ends the chain. A mistake ends it, too, in one line of the first element and before any
+# GPU is used. When a later element fails, the next one tries again.
 set -euo pipefail
 
 say() {
@@ -15,10 +16,33 @@ fail() {
     give_up
 }
 
-# The elements that still wait would meet the same mistake.
+# End an element that failed before its ranks began, or soon after. In the first one that is most likely a mistake in the
+# command, which the elements that wait would meet, too. For a later one the same command has trained already, so the
+# likelier cause is its node or a file system, and the next element may do better.
 give_up() {
-    end_chain
+    if is_first_element; then
+        end_chain
+    else
+        try_again
+    fi
     exit 1
+}
+
+# Leave the chain to the next element, but end it after max_failures failures in a row without a new checkpoint. The
+# ranks count, too (runtime/stopping.py: count_start), but only starts that get as far as training.
+try_again() {
+    local limit=${MAX_FAILURES:-5} checkpoints note failures
+    checkpoints=("${OUT_DIR:-nowhere}"/checkpoints/step_????????)
+    note="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID} ${checkpoints[-1]}" # the chain, and how far it has come
+    # Where that cannot be written (a full disk, or out_dir is not known yet), nothing would end a loop.
+    echo "$note" 2> /dev/null >> "${OUT_DIR:-nowhere}/.failures" || { end_chain && return; }
+    failures=$(grep -cxF "$note" "$OUT_DIR/.failures")
+    if ((limit > 0 && failures >= limit)); then
+        say "$failures failures in a row without a new checkpoint: the chain ends here"
+        end_chain
+    else
+        say "failure $failures since the last checkpoint, on $SLURM_JOB_NODELIST: the next array element tries again"
+    fi
 }
 
 end_chain() {
@@ -137,6 +161,7 @@ launch() {
     if [[ -z $(argument device "$@") ]]; then
         set -- --device=cuda "$@" # without it, a job that got no GPU would train on its CPUs
     fi
+    MAX_FAILURES=$(argument max_failures "$@")
     prepare_environment
 
     if in_job; then
@@ -245,10 +270,11 @@ run() {
     elif ((status == 0)); then # with DONE, or it was an --eval_only
         say "done: $OUT_DIR"
         end_chain
-    elif ((SECONDS - started < 600)); then
+    elif is_first_element && ((SECONDS - started < 600)); then
         fail "$SCRIPT ended with $status within ten minutes: a repetition would, too, so the chain ends here"
     else
-        echo "error: $SCRIPT ended with $status; the next array element tries again from the last checkpoint" >&2
+        echo "error: $SCRIPT ended with $status" >&2
+        try_again
         exit 1
     fi
 }

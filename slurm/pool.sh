@@ -31,7 +31,8 @@ folder=$(argument out_dir "$@")
 if [[ -z $folder ]]; then
     folder=${RESULTS_DIR:?see slurm/local.example.sh}/$(run_name "$@")
 fi
-end_chain() { :; } # the other elements are jobs of their own
+end_chain() { :; } # the other elements are jobs of their own,
+try_again() { :; } # and none follows this one
 launch "$@" --out_dir="$folder/replica_${SLURM_ARRAY_TASK_ID:-0}"
 if [[ -f $OUT_DIR/PREEMPTED ]]; then
     scontrol requeue "$SLURM_JOB_ID"

@@ -32,6 +32,7 @@ THEIRS |= {f'{name}.png' for name in 'loss phases memory communication experts l
 FLAGS = {'nnodes', 'nproc_per_node', 'node_rank', 'master_addr', 'master_port', 'standalone', 'local_addr'}  # torchrun
 FLAGS |= {'max-restarts', 'rdzv-backend', 'rdzv-id', 'rdzv-endpoint'}
 FLAGS |= {'time', 'array', 'account', 'nodes', 'partition', 'signal', 'mem', 'gpus-per-node', 'cpus-per-task'}  # sbatch
+FLAGS |= {'exclude'}
 FLAGS |= {'full', 'version'}  # tests/run.sh; every script
 FLAGS |= {'key'}  # a placeholder
 MISTAKES = {'batchsize'}  # shown together with the error that it causes

@@ -754,6 +754,17 @@ def test_the_line_about_parts_that_do_not_peak_together_is_absent_where_all_do()
     assert 'reduction' in text and 'minus' not in text
 
 
+def test_the_report_names_the_layout_of_copies_that_are_sharded():
+    def layout(copies):
+        keys = FSDP | {'replicate_size': copies}
+        return re.findall(r'layout: (.*)', report.dry_run(config_of(shape, **keys), shape.to_dict(), 8, 'fsdp'))
+
+    shape = shape_of('gpt2')
+    assert layout(1) == [], 'without copies the batch names the ranks'
+    assert layout(2) == ['2 copies of the model, each sharded over 4 ranks']
+    assert layout(8) == ['8 copies of the model, each sharded over 1 rank']
+
+
 def test_a_checkpoint_of_diloco_has_the_outer_parameters_and_momentum_and_all_of_each_replica():
     shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
     diloco = FSDP | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'num_fragments': 1}

@@ -234,6 +234,30 @@ def test_mistakes_found_by_the_plan_and_on_the_node(project, tmp_path):
     assert len(found) == 1 and re.search(f'out_dir={tmp_path} .*12 on {os.uname().nodename}', found[0])
 
 
+def test_an_early_failure_ends_the_chain_in_its_first_element_only(project, tmp_path):
+    """A later element has a command that has trained, so the next one tries again, until max_failures in a row."""
+    (tmp_path / 'checkpoints' / 'step_00000100').mkdir(parents=True)
+    stub = {'BASH_FUNC_scancel%%': '() { echo "cancelled: $*"\n}'}
+
+    def fails(element, out_dir=tmp_path, chain='9', **changes):
+        job = in_job(SLURM_ARRAY_JOB_ID=chain, SLURM_ARRAY_TASK_ID=str(element), SLURM_ARRAY_TASK_MIN='1')
+        result = bash(f'source slurm/common.sh; OUT_DIR={out_dir}; fail mistake', project, **stub, **job, **changes)
+        assert errors(result) == ['error: mistake'], result.stdout + result.stderr
+        is_cancelled = 'cancelled: --quiet --state=PENDING 9' in result.stdout
+        assert is_cancelled != ('on n1: the next array element tries again' in result.stdout) or element == 1
+        return is_cancelled
+
+    assert fails(1) and not (tmp_path / '.failures').exists()
+    assert not fails(1, SLURM_RESTART_COUNT='1')  # the cluster has queued it again: it had begun to train
+    assert [fails(element) for element in (3, 4, 5, 6)] == [False, False, False, True], 'the fifth is one too many'
+    (tmp_path / 'checkpoints' / 'step_00000200').mkdir()
+    (tmp_path / 'checkpoints' / 'step_00000300.damaged').mkdir()
+    assert not fails(8) and fails(9, MAX_FAILURES='2') and not fails(10, MAX_FAILURES='0')
+    assert not fails(2, chain='10'), 'another chain has its own count'
+    assert fails(11, out_dir=tmp_path / 'nowhere'), 'what cannot be counted must not go on for ever'
+    assert fails(11, out_dir=''), 'nor what fails before out_dir is known'
+
+
 def test_a_tokenizer_that_is_missing_or_damaged(project, tmp_path):
     """In a job without internet the error comes at once, and names the command for the login node."""
     text = tmp_path / 'text'
@@ -346,7 +370,8 @@ HOSTS_MARK = '# virtual Slurm nodes of tests/slurm/test_slurm.py'
 PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
 
 # Both nodes are this machine, with a slurmd on a port of its own each. Sizes are made up (config_overrides), jobs are
-# not bound to cores (task/none), and no cgroups are needed (proctrack/linuxproc).
+# not bound to cores (task/none), and no cgroups are needed (proctrack/linuxproc). MinJobAge: a job that has ended is
+# remembered for an hour, so that the first element of a chain is still listed when the last one ends on a slow machine.
 SLURM_CONF = """
 ClusterName=virtual
 SlurmctldHost={host}(127.0.0.1)
@@ -375,6 +400,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 KillWait=10
+MinJobAge=3600
 FirstJobId={first_job}
 GresTypes=gpu
 NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs=112 RealMemory=2000000 Gres={gres}
@@ -625,6 +651,30 @@ def test_cut_before_its_time_limit_the_next_element_goes_on_to_equal_weights(clu
     assert ours.keys() == theirs.keys()
     for name in theirs:
         assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.slow
+def test_a_chain_that_has_trained_survives_bad_elements(cluster, project, tmp_path):
+    """Element 1 is stopped, 2 fails in its plan and 3 in its ranks, within seconds, and 4 goes on to the end."""
+    out_dir = tmp_path / 'run'
+    lines = ['import os, sys', "element, is_plan = os.environ.get('SLURM_ARRAY_TASK_ID'), '--dry_run' in sys.argv"]
+    lines += ["if (element, is_plan) in {('2', True), ('3', False)}:", "    raise OSError('this node is bad')"]
+    lines += ['del element, is_plan']  # which are no keys
+    (project / 'config' / 'bad.py').write_text('\n'.join(lines) + '\n')
+    run = f'config/tiny.py config/bad.py --device=cpu --out_dir={out_dir}'
+    job = submit(cluster, project, f'--array=1-6%1 slurm/generic.sh {run}')
+    wait_for_text(out_dir / 'metrics.jsonl', '"step": 10,', cluster, project, job)
+    (out_dir / 'STOP').touch()
+    elements = wait_until_ended(cluster, project, job)
+    assert elements['1'][0] == 'COMPLETED' and 'stopped at step' in elements['1'][1], elements
+    for element, failures in (('2', 1), ('3', 2)):
+        state, log = elements[element]
+        assert state == 'FAILED' and 'this node is bad' in log, log
+        assert ('rendezvous at' in log) == (element == '3'), log
+        assert re.search(rf'failure {failures} since the last checkpoint, on n\d: the next array element', log), log
+    state, log = elements['4']
+    assert state == 'COMPLETED' and (out_dir / 'DONE').read_text().strip() == str(STEPS), log
+    assert {state for element, (state, _) in elements.items() if element not in '1234'} == {'CANCELLED'}
 
 
 @pytest.mark.slow
