@@ -634,7 +634,7 @@ def test_the_head_counts_as_much_as_torch_counts():
         (['--pipeline_stages=3'], 'pipeline_stages=3 .* 4 ranks: .* 1, 2, 4'),
         (['--n_layer=3'], 'n_layer=3 .* 4 .*pipeline_stages=4'),
         (['--n_layer=4', '--pipeline_chunks=2'], 'n_layer=4 .* 8 .*pipeline_stages=4 x pipeline_chunks=2'),
-        (['--global_batch_size=6'], '=6 .* 3 micro-steps .*pipeline_stages=4 .*--'),
+        (['--global_batch_size=6'], '=6 .* 3 micro-steps .*one per stage, 4, .*--'),
         (['--pipeline_chunks=2', '--n_layer=8'], 'multiple of pipeline_stages=4; .*--global_batch_size='),
         (
             ['--pipeline_stages=1', '--pipeline_chunks=2', '--global_batch_size=24'],
