@@ -308,7 +308,7 @@ def analyse(folder, plan, gpu_gb):
             row['curve'] = plots.loss_curves(first.rows)['loss']
             if resumed and not resumed.failure:
                 row['resume_diff'] = results.difference(resumed.rows, first.rows)
-    facts = verdict.facts(rows, gpu_gb)
+    facts = verdict.facts(rows, gpu_gb, results.codes_of(folder))
     text = '\n\n'.join(part for part in (verdict.table(rows), verdict.memory_table(rows), facts) if part)
     print(f'\n{text}\n', flush=True)
     results.write(folder / 'table.md', text + '\n')
@@ -341,6 +341,7 @@ def analyse_sweep(folder, groups, config):
     said = sweep.facts(rows)
     if is_ladder:  # the best of each size is in the table
         said = sweep.ladder(rows) + [line for line in said if line.startswith('WARNING')]
+    said += verdict.other_code(results.codes_of(folder))
     text = '\n'.join([verdict.markdown(sweep.cells(rows)), '', *(f'- {line}' for line in said)])
     print(f'\n{text}\n', flush=True)
     results.write(folder / 'table.md', text + '\n')

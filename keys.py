@@ -90,7 +90,15 @@ class Keys:
     frozen_dtype: Literal['float32', 'bfloat16', 'nf4'] | None = None  # of frozen weights; None = as init_from
     # optimizer [result]
     optimizer: Literal[
-        'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
+        'adamw',
+        'adamw-decay',
+        'adana',
+        'adana-released',
+        'dana-mk4',
+        'dana-star-mk4',
+        'ademamix',
+        'muon',
+        'sgd',
     ] = 'adamw'  # docs/optimizers.md compares them
     optimizer_dtype: Literal['float32', 'bfloat16', 'int8'] = 'float32'  # of its moments: 4, 2 or 1 bytes per number
     learning_rate = 6e-4  # peak: the first thing to tune; larger models need less

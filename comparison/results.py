@@ -96,6 +96,17 @@ def read_runs(folder, plan):
     return runs
 
 
+def codes_of(folder):
+    """{hash of *.py: ['LABEL/REPEAT', ...]}: the code that the runs in a folder had whenever they were started, by
+    their logs."""
+    found = {}
+    for path in sorted(Path(folder).glob('runs/*/*/train.log')):
+        text = path.read_text(encoding='utf-8', errors='replace')
+        for code in dict.fromkeys(re.findall(r'^\S+ \S+ code: .*sha256 of \*\.py (\w+)$', text, re.M)):
+            found.setdefault(code, []).append(f'{path.parent.parent.name}/{path.parent.name}')
+    return found
+
+
 def finished(runs):
     """The part of {repeat: Run} that ended well."""
     return {repeat: run for repeat, run in runs.items() if not run.failure}

@@ -106,11 +106,11 @@ def markdown(rows):
 # --- FACTS ------------------------------------------------------------------------------------------------------------
 
 
-def facts(rows, gpu_gb=0):
+def facts(rows, gpu_gb=0, codes=()):
     """
     A Markdown list that says which runs agree, were resumed correctly, are fastest, fit a GPU, have failed.
 
-    gpu_gb: a GPU's memory, with which the prediction row['gpu_gb'] is compared; 0 = do not.
+    gpu_gb: a GPU's memory, with which the prediction row['gpu_gb'] is compared; 0 = do not. codes: as for other_code().
     """
     finished = [row for row in rows if row['rows']]
     lines = []
@@ -124,7 +124,7 @@ def facts(rows, gpu_gb=0):
             lines.append(f'failed: {row["label"]}{share}: {row["failed"]}')
         elif not row['rows']:
             lines.append(f'not finished: {row["label"]}')
-    lines += doubts(finished)
+    lines += other_code(codes) + doubts(finished)
     return '\n'.join(f'- {line}' for line in lines)
 
 
@@ -140,13 +140,32 @@ def agreement(rows, reference):
 
 
 def resumption(rows):
-    """Lines on which of the runs that were resumed from the middle have the losses of the uninterrupted run."""
+    """Lines on which of the runs that were resumed from the middle have the losses of the uninterrupted run, to the bit
+    or nearly."""
     resumed = [row for row in rows if 'resume_diff' in row]
-    lines = []
-    for word, is_good in (('resumed', True), ('NOT resumed', False)):
-        if found := [row for row in resumed if (row['resume_diff'] <= limit(row)) == is_good]:
-            lines.append(f'{word} as without the stop: {names(found)} ({worst(found, "resume_diff")})')
+    exact = [row for row in resumed if row['resume_diff'] == 0]
+    close = [row for row in resumed if 0 < row['resume_diff'] <= limit(row)]
+    far = [row for row in resumed if row not in exact + close]
+    good = [f'{names(exact)} (every loss equal to the bit)'] if exact else []
+    good += [f'{names(close)} ({worst(close, "resume_diff")})'] if close else []
+    lines = [f'resumed as without the stop: {", ".join(good)}'] if good else []
+    lines += [f'NOT resumed as without the stop: {names(far)} ({worst(far, "resume_diff")})'] if far else []
     return lines + [f'NOT resumed: {row["label"]}: {row["resume_failed"]}' for row in rows if 'resume_failed' in row]
+
+
+def other_code(codes):
+    """A warning if the runs did not all have the same *.py files. codes: {hash: [run, ...]}, as from
+    results.codes_of()."""
+    if len(codes) < 2:
+        return []
+    most = max(codes, key=lambda code: len(codes[code]))
+    others = [
+        f'{code} in {", ".join(runs[:4])}' + (f' and {len(runs) - 4} more' if len(runs) > 4 else '')
+        for code, runs in codes.items()
+        if code != most
+    ]
+    said = f'{", ".join(others)}, {most} in all others'
+    return [f'WARNING: the code changed between runs, and they may differ for that reason: sha256 of *.py {said}']
 
 
 def fastest(rows, reference):

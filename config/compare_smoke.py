@@ -1,4 +1,6 @@
-# Every strategy once, small: do all of them train, agree, save and resume? Some 2 minutes on 2 CPU cores.
+# Every strategy of compare.py once, small: do all of them train, agree, save and resume? Some 2 minutes on 2 CPU cores.
+# Tensor, context, pipeline and expert parallelism are not among them; tests/test_layouts.py and their own tests have
+# those.
 #
 #   python compare.py config/compare_smoke.py
 #

@@ -38,6 +38,8 @@ rows = [{'step': step, 'tokens': 100 * step, 'loss': 5 - step / 10, 'tokens_per_
 (out / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\\n' for row in rows))
 about = {'world_size': int(os.environ.get('STARTS', 2)), 'config': {'dtype': 'float32'}}
 (out / 'config.json').write_text(json.dumps(about))
+code = os.environ.get('CODE', '0123456789ab') if out.parent.name == 'fsdp' else '0123456789ab'
+(out / 'train.log').write_text(f'2026-11-26 21:58:48 code: 1.0, no git commit, sha256 of *.py {code}\\n')
 (out / 'threads').write_text(os.environ['OMP_NUM_THREADS'])
 if out.parent.name != os.environ.get('STOPS'):
     (out / 'DONE').write_text('4')
@@ -709,6 +711,39 @@ def test_the_verdict_says_what_disagrees_and_what_was_not_resumed_well():
     assert 'agree: a, c (largest relative difference of a loss 0, limit 0.0001)' in text
     assert 'NOT resumed as without the stop: c (largest relative difference of a loss 0.5, ' in text
     assert 'failed: d: error: no' in text
+
+
+def test_the_verdict_says_which_runs_were_resumed_to_the_bit():
+    def said(**differences):
+        rows = summary({label: [run()] for label in differences})
+        for label, value in differences.items():
+            rows[label]['resume_diff'] = value
+        return [line for line in verdict.facts(list(rows.values())).splitlines() if 'resumed' in line]
+
+    line = '- resumed as without the stop: '
+    assert said(a=0.0, b=0.0) == [f'{line}a, b (every loss equal to the bit)']
+    close = 'largest relative difference of a loss 2.9e-05, limit 0.0001'
+    assert said(a=0.0, b=2.9e-5, c=3e-8) == [f'{line}a (every loss equal to the bit), b, c ({close})']
+    assert said(a=2.9e-5) == [f'{line}a ({close})']
+    good, bad = said(a=math.inf, b=0.0)
+    assert good == f'{line}b (every loss equal to the bit)' and bad.startswith('- NOT resumed as without the stop: a ')
+
+
+def test_a_comparison_says_if_the_code_changed_between_its_runs(start):
+    process = start(CODE='ba9876543210')
+    said, _ = process.communicate()
+    warning = 'WARNING: the code changed between runs, and they may differ for that reason: sha256 of *.py '
+    assert process.returncode == 0
+    assert f'- {warning}ba9876543210 in fsdp/rep0, fsdp/rep1, 0123456789ab in all others\n' in said
+    assert warning in (start.out / 'table.md').read_text()
+    assert '<li class=warn><b>WARNING:</b> the code changed between runs' in (start.out / 'report.html').read_text()
+
+    for log in start.out.glob('runs/fsdp/*/train.log'):  # one was interrupted and went on with other code
+        log.write_text(log.read_text().replace('ba9876543210', '0123456789ab'))
+    assert list(results.codes_of(start.out)) == ['0123456789ab'] and not verdict.other_code(results.codes_of(start.out))
+    with open(start.out / 'runs/ddp/rep1/train.log', 'a') as log:
+        log.write('step 1 | loss 3\n2026-11-26 22:58:48 code: 1.0, no git commit, sha256 of *.py ba9876543210\n')
+    assert 'ba9876543210 in ddp/rep1, ' in verdict.other_code(results.codes_of(start.out))[0]
 
 
 def test_the_verdict_is_honest_about_noise():

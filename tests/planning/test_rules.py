@@ -184,7 +184,10 @@ def test_the_8_head_run():
     assert 'max_iters=1342' in notes[0] and 'learning_rate=0.0007144' in notes[0]
 
 
-@pytest.mark.parametrize('optimizer', [name for name in memory.OPTIMIZER_MOMENTS if name != 'sgd'])  # has no rule
+WITHOUT_A_FIT = ('sgd',)
+
+
+@pytest.mark.parametrize('optimizer', [name for name in memory.OPTIMIZER_MOMENTS if name not in WITHOUT_A_FIT])
 def test_weight_decay_follows_the_form_of_the_optimizer(optimizer):
     run, _ = fill(optimizer=optimizer, omega=3.0)
     constant = optimizer in ('adamw', 'ademamix', 'muon')  # weight decay; the others' falls over wd_ts
@@ -192,6 +195,19 @@ def test_weight_decay_follows_the_form_of_the_optimizer(optimizer):
     # In a step the DANA family decays weights by weight_decay x lr / peak, the others by weight_decay x lr (optim.py).
     rate = run['learning_rate'] if constant or optimizer == 'adamw-decay' else 1
     assert run['weight_decay'] * rate * (1342 if constant else 134) == pytest.approx(3.0)
+
+
+def test_a_note_says_how_weight_decay_follows_from_a_learning_rate_of_ones_own():
+    def said(explicit, optimizer):
+        _, notes = fill(explicit, optimizer=optimizer, learning_rate=1e-4)
+        return [note for note in notes if 'omega' in note]
+
+    (note,) = said({'learning_rate'}, 'adamw')
+    assert note.startswith('weight_decay=29.81 is omega / (learning_rate * max_iters) = 4 / (0.0001 * 1342)')
+    (note,) = said({'learning_rate'}, 'adamw-decay')
+    assert note.startswith('weight_decay=298.5 is omega / (learning_rate * wd_ts) = 4 / (0.0001 * 134)')
+    assert not said((), 'adamw') and not said({'learning_rate'}, 'adana')
+    assert not said({'learning_rate', 'weight_decay'}, 'adamw')
 
 
 def test_a_short_run_still_has_a_step_and_a_time_scale():
