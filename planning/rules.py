@@ -102,16 +102,15 @@ def fill_from_heads(config, explicit):
             notes.append(
                 f'learning rate for the true {non_embedding:,} parameters, not for 12 n_embd^2 n_layer as published'
             )
-    steps = run['max_iters']
+    span = 'max_iters'
     if optimizer in (*DANA_FAMILY, 'adamw-decay'):
-        settle(wd_ts=max(1, steps // 10))
-        steps = run['wd_ts']
+        settle(wd_ts=max(1, run['max_iters'] // 10))
+        span = 'wd_ts'
     rate = 1 if optimizer in DANA_FAMILY else run['learning_rate']  # others decay by learning rate x weight_decay
-    settle(weight_decay=config['omega'] / (rate * steps), above=-1)
+    settle(weight_decay=config['omega'] / (rate * run[span]), above=-1)
     if 'weight_decay' in filled and 'learning_rate' in explicit and optimizer not in DANA_FAMILY:
-        terms = 'learning_rate * wd_ts' if optimizer == 'adamw-decay' else 'learning_rate * max_iters'
-        values = f'{config["omega"]:g} / ({rate:g} * {steps})'
-        notes.append(f'weight_decay={run["weight_decay"]:.4g} is omega / ({terms}) = {values}; or set --weight_decay')
+        formula = f'omega / (learning_rate * {span}) = {config["omega"]:g} / ({rate:g} * {run[span]})'
+        notes.append(f'weight_decay={run["weight_decay"]:.4g} is {formula}; or set --weight_decay')
     values = [f'{key}={value:.4g}' if isinstance(value, float) else f'{key}={value}' for key, value in filled.items()]
     return filled, [f'heads={heads}, arch={arch!r} set {", ".join(values)}', *notes]
 
