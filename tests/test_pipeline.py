@@ -673,4 +673,4 @@ def test_dry_run_shows_memory_and_traffic_of_each_stage(tmp_path):
     rows = {line[:22].strip(): line[22:].split() for line in said.splitlines() if line.startswith('  ')}
     assert all(len(rows[part]) == 4 for part in ('weights', 'activations', 'total on the device', 'point-to-point'))
     assert 'pipeline: 4 stages x 1 chunk of 1 block; 1 pipeline; bubble 3/6 of the work' in said
-    assert '2 sequences x 6 micro-steps x 1 rank = 12 sequences' in said and not (tmp_path / 'run').exists()
+    assert '2 sequences x 6 micro-steps x 1 rank group = 12 sequences' in said and not (tmp_path / 'run').exists()

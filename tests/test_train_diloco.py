@@ -715,6 +715,13 @@ def test_the_settings_of_the_papers_fit_on_top_of_a_run(data_dir, tmp_path, conf
     assert 'total on the device' in said and 'skipped' not in said
 
 
+def test_a_plan_warns_of_too_few_rounds(data_dir, tmp_path):
+    keys = ['--dry_run', '--max_iters=100', '--inner_steps=10', '--outer_lr=0.7', '--outer_momentum=0.9']
+    keys = arguments(data_dir, tmp_path / 'out', *keys)
+    said = run_forked('train_diloco.py', *keys, nproc=2, log=tmp_path / 'log')
+    assert 'WARNING: 10 rounds are few for outer_momentum=0.9' in said
+
+
 def test_replicas_with_different_keys_or_data_are_refused_on_every_rank(data_dir, tmp_path):
     one = case(data_dir, tmp_path / 'out', 2)['arguments']
     for line in start_by_hand([one, [*one, '--outer_lr=0.5']]):
