@@ -387,7 +387,7 @@ class ForTraining:
             return self.last_logits(x, layout, cache)
         options = {'use_cache': False}
         if starts is not None:
-            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout)
+            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout, self.head_dim)
         if layout is not None:
             options['position_ids'] = layout.positions
             if self.config._attn_implementation == ATTENTION:  # others recognise documents by their positions
@@ -506,10 +506,11 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.z_loss, model.has_dropout = pretrained.z_loss, pretrained.dropout > 0
     model.draws_noise = model.has_dropout or pretrained.lora_dropout > 0
     head, text = model.get_output_embeddings(), config.get_text_config()
+    heads, model.head_dim = heads_of(text)
     changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
     model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
     model.has_plain_head &= model.base_model is not model  # they are the same if a class names no base model
-    model.flops_of_attention = 12 * len(model.blocks) * math.prod(heads_of(text)) * (pretrained.block_size or 0)
+    model.flops_of_attention = 12 * len(model.blocks) * heads * model.head_dim * (pretrained.block_size or 0)
     model.train()
     lora.freeze(model, pretrained)
     lora.store_frozen(model, pretrained)
@@ -582,6 +583,10 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
 
     T, dtype = query.shape[2], query.dtype
     if layout is not None:
+        # As autocast does for torch's own attention, but not for operators that it does not know: on fp32 weights a
+        # rotary embedding returns fp32, and the kernels of packed and of shared rows take one half-precision dtype.
+        wanted = nf4.autocast_dtype(value) or value.dtype
+        query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
         scale_and_window = {'scale': options.get('scaling'), 'window': sliding_window}
         return layout.attend(query, key, value, **scale_and_window).transpose(1, 2), None
     before = key.shape[2] - T  # tokens in a cache

@@ -43,6 +43,8 @@ OF_64 = {
     'qwen2_64': ('Qwen2Config', SIZES_OF_64 | {'tie_word_embeddings': True}),
     'gemma_64': ('GemmaConfig', SIZES_OF_64 | {'head_dim': 16}),
     'gpt2_64': ('GPT2Config', GPT2 | {'n_embd': 64}),
+    'mistral_64': ('MistralConfig', SIZES_OF_64 | {'sliding_window': 8}),
+    'gemma2_64': ('Gemma2Config', SIZES_OF_64 | SOFT_CAPS | {'head_dim': 16}),
     'mixtral_64': ('MixtralConfig', SIZES_OF_64 | EXPERTS | {'sliding_window': 8}),
 }
 
