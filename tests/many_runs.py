@@ -33,6 +33,7 @@ import sys
 import traceback
 from unittest import mock
 
+import cuda_lines
 import torch
 import torch.distributed as dist
 from launch import free_ports
@@ -212,6 +213,8 @@ def run(case, number):
             stack.enter_context(running_ahead(reads))
         if case.get('on_cuda'):
             stack.enter_context(model_on_cuda(GPT, finetune.ForTraining))
+            if folder := os.environ.get(cuda_lines.FOLDER):
+                stack.enter_context(cuda_lines.tracing_into(folder))
         if case.get('float64'):
             stack.enter_context(in_float64())
             for place, name in ((Weights, 'read'), (finetune, 'whole_model')):

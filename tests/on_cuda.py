@@ -41,6 +41,7 @@ HALF = (torch.float16, torch.bfloat16)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 CUDA = torch.device('cuda', 0)
 called = set()  # names of the kernels that have run here
+active = []  # not empty inside of on_cuda()
 
 
 def refuse_unless(condition, message):
@@ -378,6 +379,8 @@ def on_cuda():
             stack.enter_context(mock.patch.dict(operator._backend_fns, implementation))
         stack.enter_context(Contracts())
         stack.enter_context(MakesOnHost())
+        active.append(True)
+        stack.callback(active.pop)
         yield
 
 
@@ -404,4 +407,5 @@ def model_on_cuda(*classes):
             stack.enter_context(mock.patch.object(kind, 'forward', wrapped(kind.forward)))
         stack.enter_context(mock.patch.object(torch.autograd, '_engine_run_backward', wrapped(backward)))
         stack.enter_context(mock.patch.object(offload.InputsOnHost, '__init__', with_streams))
+        stack.enter_context(Contracts())  # for the optimizer
         yield

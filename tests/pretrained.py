@@ -56,7 +56,7 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
 
     name, sizes = (MODELS | MORE_MODELS | STATE_SPACE | OF_64)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
-    config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes, **changes)
+    config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes | changes)
     torch.manual_seed(len(kind))
     transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}

@@ -15,7 +15,7 @@ from launch import TINY_RUN, run_many, run_script
 from outputs import column
 from precision import FLOOR, FLOOR_IN_HALF, TIMES, error, times_further
 from pretrained import save_model, write_chats
-from short import slow_but
+from short import covering, slow_but
 
 AXES = {
     # model.py's own, a class, one with a sliding window, one that keeps its own attention (and caps its scores)
@@ -45,6 +45,7 @@ DATA = {
     'chats': ['--dataset=chats'],
 }
 EXPERTS = ['--arch=qwen3', '--n_experts=4', '--experts_per_token=2', '--expert_hidden_dim=32']
+ODD_HEADS = ['--n_head=3', '--n_kv_head=1', '--head_dim=10', '--global_batch_size=6']
 RING, MANUAL, PACKED = '--context_parallel=2', '--fsdp_impl=manual', '--windows=documents'
 LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of the layout)
     'ring': (['gpt'], 2, ['train_fsdp.py', RING]),
@@ -60,6 +61,8 @@ LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of th
         ['train_fsdp.py', MANUAL, '--activation_checkpointing=selective'],
     ),
     'experts, parallel': (['gpt', *EXPERTS], 2, ['train_fsdp.py', '--expert_parallel=2']),
+    # slices of 3 ranks that end at no multiple of 16 bytes
+    'experts, odd heads': (['gpt', *EXPERTS, *ODD_HEADS], 3, ['train_fsdp.py', MANUAL]),
     'mixtral': (['mixtral_64', PACKED], 1, ['train_ddp.py']),
     'mixtral, fsdp': (['mixtral_64'], 2, ['train_fsdp.py']),
     'float8': (['gpt', '--matmul_dtype=float8'], 1, ['train_ddp.py']),
@@ -78,20 +81,6 @@ def exists(model, way, dtype, trained, checkpointing, data):
 
 
 COMBINATIONS = [case for case in itertools.product(*AXES.values()) if exists(*case)]
-
-
-def covering(cases, n):
-    """Some of the cases, among which there is every combination of n values that any of them has; always the same."""
-    values = {
-        case: {*itertools.combinations(enumerate(case), n)} for case in random.Random(0).sample(cases, len(cases))
-    }
-    missing, chosen = set().union(*values.values()), []
-    for at_least in range(math.comb(len(AXES), n), 0, -1):
-        for case, of_case in values.items():
-            if len(of_case & missing) >= at_least:
-                chosen.append(case)
-                missing -= of_case
-    return chosen
 
 
 def name_of(*case):
