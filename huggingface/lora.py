@@ -20,8 +20,6 @@ from torch import nn
 from huggingface import nf4
 from model import generator_of
 
-PACKED_AT_ONCE = 512  # rows that nf4 packs at a time, since it computes in float64
-
 # --- LoRA -------------------------------------------------------------------------------------------------------------
 
 
@@ -198,13 +196,10 @@ def name_of(model, module):
 
 
 def fill_rows(local, values):
-    """Copy floats into this rank's part of a tensor. If that is packed, pack them, a few rows at a time to save
-    memory."""
-    if local.dtype == torch.uint8:
-        for place, rows in zip(local.split(PACKED_AT_ONCE), values.split(PACKED_AT_ONCE), strict=True):
-            place.copy_(nf4.quantise(rows.to(place.device)))
-    else:
-        local.copy_(values)
+    """Copy floats into this rank's part of a tensor. They move to its device as they are stored, often in half the
+    bytes, and are cast or packed there."""
+    values = values.to(local.device)
+    local.copy_(nf4.quantise(values) if local.dtype == torch.uint8 else values)
 
 
 def compute_from_stored(model):

@@ -1,8 +1,12 @@
 """What a run finds out before it starts (its device, a compiler, the network), and one line if that cannot work."""
 
+import fcntl
 import os
+import pty
 import re
+import struct
 import sys
+import termios
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -29,6 +33,28 @@ def test_copies_of_a_script_that_do_not_know_of_each_other_are_refused(name, mon
     for number, variable in enumerate(processes.TORCHRUN_VARIABLES):  # of one torchrun per node, under srun
         monkeypatch.setenv(variable, str(number))
     assert processes.ranks_from_environment() == (0, 1, 2)
+
+
+def test_long_work_says_on_rank_0_how_far_it_is(monkeypatch, capsys):
+    sizes = {'large': 3 * 10**9, 'none': 0, 'small': 10**8}
+    monkeypatch.setattr(processes, 'LINE_EVERY_S', 0)
+    for rank, lines in (('0', ['3.0 of 3.1 GB', '3.0 of 3.1 GB', '3.1 of 3.1 GB']), ('1', [])):
+        monkeypatch.setenv('RANK', rank)
+        assert list(processes.progress('loading it', sizes)) == list(sizes)
+        shown = capsys.readouterr().out.splitlines()
+        assert [re.fullmatch(r'\d\d:\d\d:\d\d loading it: (.*)', line)[1] for line in shown] == lines
+
+
+def test_a_terminal_shows_a_bar(monkeypatch):
+    monkeypatch.setattr(processes, 'BAR_AFTER_S', 0)
+    terminal, its_end = pty.openpty()
+    os.set_blocking(terminal, False)
+    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack('4H', 24, 120, 0, 0))  # a bar wants columns
+    with open(its_end, 'w') as stderr:
+        monkeypatch.setattr(sys, 'stderr', stderr)
+        assert list(processes.progress('loading it', {'large': 3 * 10**9, 'small': 10**9})) == ['large', 'small']
+        shown = os.read(terminal, 1 << 16).decode()
+    assert re.match(r'\rloading it: +0%\| *\| 0.00/4.00G ', shown), shown
 
 
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
