@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from launch import REPO, TINY_MODEL, TINY_RUN, run_function, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_function, run_script
 from outputs import column
 
 import deepspeed_engine
@@ -169,6 +170,26 @@ def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_w
     processes.configure_allocator()
     torch._C._accelerator_setAllocatorSettings(os.environ['PYTORCH_ALLOC_CONF'])  # raises for a name it does not know
     assert 'expandable_segments:True' in os.environ['PYTORCH_ALLOC_CONF']
+
+
+RECORD = """
+import json, sys, torch, torch.distributed as dist
+from runtime import health
+health.record_flights(sys.argv[1])
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(3):
+    dist.all_reduce(torch.ones(1))
+print(len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json())['entries']))
+"""
+
+
+@pytest.mark.parametrize('given, recorded', [({}, 3), ({'TORCH_FR_BUFFER_SIZE': '2'}, 2)])
+def test_collectives_are_recorded_under_names_that_this_torch_does_not_call_deprecated(tmp_path, given, recorded):
+    """Over gloo, which keeps the same record as NCCL."""
+    env = {name: value for name, value in environment().items() if not name.startswith(('TORCH_FR', 'TORCH_NCCL'))}
+    command = [sys.executable, '-c', RECORD, str(tmp_path)]
+    result = subprocess.run(command, cwd=REPO, env=env | given, capture_output=True, text=True)
+    assert result.stdout == f'{recorded}\n' and 'deprecated' not in result.stderr, result.stderr
 
 
 def test_the_interface_to_a_host_is_that_of_the_route():
