@@ -7,6 +7,10 @@ So a test asks for one of three things:
     equal bits                   if the same operations run in the same order: torch.equal, ==
     assert_as_close_to_float64   if there is also a run of the same thing in float64
     assert_same_run              if there are only two fp32 runs, such as the losses that two scripts log
+
+That holds as long as both compute the same thing. Where they choose (the experts of a token, the likeliest token) a
+near tie falls to either side, and all that follows is another computation. So a test of choices takes weights with
+which none is near a tie (experts.py has them for routers), and asserts that gap_of_choice() is above MARGIN.
 """
 
 import contextlib
@@ -31,6 +35,9 @@ FLOOR_IN_HALF = torch.finfo(torch.bfloat16).eps / 16
 
 # How far two runs may be apart after one step, relatively: each may be as far from float64 as TIMES and FLOOR allow.
 APART = 2 * TIMES * FLOOR
+
+# In probabilities or logits, which have errors of a few eps at first, and after some steps of training of 1e-5.
+MARGIN = 1e-3
 
 
 def error(found, exact):
@@ -80,6 +87,13 @@ def assert_same_run(found, expected, about=None, every=1):
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
         difference, most = abs(ours - theirs) / abs(theirs), apart(number * every)
         assert difference <= most, f'{about or ""}, row {number}: {ours} and {theirs} are {difference:.2e} apart'
+
+
+def gap_of_choice(scores, k=1):
+    """How far the last of the k chosen is before the first one that is not, where the two are closest: (..., n) -> a
+    number, infinite if all are chosen."""
+    first_ones = scores.detach().topk(min(k + 1, scores.shape[-1])).values
+    return (first_ones[..., k - 1] - first_ones[..., k]).min().item() if k < scores.shape[-1] else math.inf
 
 
 @contextlib.contextmanager
