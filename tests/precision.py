@@ -10,7 +10,7 @@ So a test asks for one of three things:
 
 That holds as long as both compute the same thing. Where they choose (the experts of a token, the likeliest token) a
 near tie falls to either side, and all that follows is another computation. So a test of choices takes weights with
-which none is near a tie (experts.py has them for routers), and asserts that gap_of_choice() is above MARGIN.
+which none is near a tie (let_tokens_choose() of experts.py), and asserts that gap_of_choice() is above MARGIN.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ import math
 from unittest import mock
 
 import torch
+
+from evaluation import sampling
 
 EPS = torch.finfo(torch.float32).eps  # 1.2e-7, the distance from 1 to the next fp32 number
 
@@ -94,6 +96,19 @@ def gap_of_choice(scores, k=1):
     number, infinite if all are chosen."""
     first_ones = scores.detach().topk(min(k + 1, scores.shape[-1])).values
     return (first_ones[..., k - 1] - first_ones[..., k]).min().item() if k < scores.shape[-1] else math.inf
+
+
+def gap_of_text(model, prompts, max_new_tokens):
+    """gap_of_choice() of the tokens with which a model continues prompts, each the likeliest one."""
+    gaps, choose = [], sampling.sample_token
+
+    def note_gap(logits, *options):
+        gaps.append(gap_of_choice(logits))
+        return choose(logits, *options)
+
+    with mock.patch.object(sampling, 'sample_token', note_gap):
+        sampling.generate_batch(model, prompts, max_new_tokens)
+    return min(gaps)
 
 
 @contextlib.contextmanager
