@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._inductor.metrics
 import torch.nn.functional as F
-from precision import MARGIN, apart, assert_as_close_to_float64, error, gap_of_text
+from precision import MARGIN, apart, assert_as_close_to_float64, error, gap_of_text, likeliest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -631,7 +631,7 @@ def test_unknown_activation_checkpointing_is_refused():
 def continue_without_cache(model, prompt, max_new_tokens):
     tokens = torch.tensor([prompt])
     for _ in range(max_new_tokens):
-        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+        tokens = torch.cat((tokens, likeliest(model(tokens)[:, -1:])), dim=1)
     return tokens[0, len(prompt) :].tolist()
 
 
