@@ -3,6 +3,7 @@ leave) and the other files here without `test_`."""
 
 import os
 import signal
+import sys
 import zlib
 from pathlib import Path
 
@@ -50,6 +51,13 @@ def hf_home(tmp_path_factory):
     """A cache of Hugging Face for these tests alone, in which they find nothing that the user has downloaded."""
     os.environ['HF_HOME'] = str(tmp_path_factory.mktemp('hf_home'))
     return Path(os.environ['HF_HOME'])
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers():
+    """What a test draws without a seed does not depend on the tests before it."""
+    if 'torch' in sys.modules:
+        sys.modules['torch'].manual_seed(0)
 
 
 @pytest.fixture(scope='session')

@@ -55,6 +55,9 @@ from benchmarks.runs import (  # noqa: F401
     run_script,
 )
 
+if {'TEST_SEED', 'TEST_ULP'} & os.environ.keys():
+    import seeds  # noqa: F401 - other random numbers, see there
+
 GRACE = 10  # seconds from SIGTERM to SIGKILL when fork_ranks() ends the other ranks; torchrun waits 30
 Ended = namedtuple('Ended', 'returncode stdout stderr')  # of one rank
 

@@ -19,8 +19,9 @@ And for runs of model.py's GPT:
     "start": FILE                        begins with the weights in FILE, {name: whole tensor}
     "float64": true                      computes in float64 what would be fp32
     "gradients": FILE                    saves the whole gradients of each step, before they are clipped, as [{name:
-                                         tensor}]; with replicas, those of the first. The results then say how close the
-                                         closest choice of a router was ("gap")
+                                         tensor}]; with replicas, those of the first
+
+Where a case has a "start", its results say how close the closest choice of a router was to a tie ("gap").
 """
 
 import collections
@@ -38,7 +39,7 @@ import torch
 import torch.distributed as dist
 from launch import free_ports
 from on_cuda import model_on_cuda
-from precision import in_float64
+from precision import gap_of_choice, in_float64
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -127,10 +128,9 @@ def whole(model, tensors, ranks):
 
 
 @contextlib.contextmanager
-def noting(gradients, gaps):
-    """Append the gradients of each step to `gradients`, and to `gaps`, for each batch of a router, how far the last
-    chosen expert was before the first one that was not chosen."""
-    models, make_model, clip, choose = [], begin.make_model, optim.clip_grad_norm_, Router.forward
+def noting(gradients):
+    """Append the gradients of each step to `gradients`."""
+    models, make_model, clip = [], begin.make_model, optim.clip_grad_norm_
 
     def note_model(run):
         models.append((make_model(run), run.world_size // getattr(run.config, 'num_replicas', 1)))
@@ -141,31 +141,31 @@ def noting(gradients, gaps):
         gradients.append(whole(model, {name: p.grad for name, p in model.named_parameters()}, ranks))
         return clip(*args)
 
-    def note_gap(router, x, *args):
-        said = choose(router, x, *args)
-        p = said[2].detach().softmax(-1)
-        if router.k < router.n_experts:
-            first_ones = (p if router.bias is None else p + router.bias).topk(router.k + 1).values
-            gaps.append((first_ones[:, -2] - first_ones[:, -1]).min().item())
-        return said
-
     with (
         mock.patch.object(begin, 'make_model', note_model),
         mock.patch.object(optim, 'clip_grad_norm_', note_gradients),
-        mock.patch.object(Router, 'forward', note_gap),
     ):
         yield
 
 
-def beginning_with(path):
-    """A context in which a GPT begins with the weights in a file."""
-    weights = torch.load(path)
+@contextlib.contextmanager
+def beginning_with(path, gaps):
+    """A context in which a GPT begins with the weights in a file. `gaps` gets gap_of_choice() of each batch of a
+    router."""
+    weights, choose = torch.load(path), Router.forward
 
     def initial_value(model, name, parameter, seed, device):
         assert parameter.shape == weights[name].shape
         return weights[name].to(torch.float32)  # float64 in in_float64()
 
-    return mock.patch.object(GPT, 'initial_value', initial_value)
+    def note_gap(router, x, *args):
+        said = choose(router, x, *args)
+        p = said[2].softmax(-1)
+        gaps.append(gap_of_choice(p if router.bias is None else p + router.bias, router.k))
+        return said
+
+    with mock.patch.object(GPT, 'initial_value', initial_value), mock.patch.object(Router, 'forward', note_gap):
+        yield
 
 
 def has_experts(model):
@@ -221,9 +221,9 @@ def run(case, number):
                 stack.enter_context(mock.patch.object(place, name, as_stored(getattr(place, name))))
             stack.enter_context(mock.patch.object(finetune, 'has_uneven_experts', has_experts))
         if case.get('start'):
-            stack.enter_context(beginning_with(case['start']))
+            stack.enter_context(beginning_with(case['start'], gaps))
         if case.get('gradients'):
-            stack.enter_context(noting(gradients, gaps))
+            stack.enter_context(noting(gradients))
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
     for path, folder in case.get('save_again', {}).items():
         state, more, optimizer_keys = checkpoint.read_state(path), {}, ['optim', 'optim']
@@ -240,18 +240,18 @@ def run(case, number):
     if gradients and RANK == 0:
         torch.save(gradients, case['gradients'])
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, reads.places)
+    dist.all_gather_object(of_ranks, (reads.places, min(gaps, default=None)))
     parameters = list(names['raw_model'].parameters())
     moments = [value for state in names['opt'].state.values() for key, value in state.items() if key != 'step']
     return {
         'parameter_bytes': local_bytes(parameters),
         'optimizer_bytes': local_bytes(moments),
         'collectives': counter.calls,
-        'reads': of_ranks,
+        'reads': [places for places, _ in of_ranks],
         'scale': names['scaler'].state_dict().get('scale'),
         'compiled_graphs': counters['stats']['unique_graphs'],  # of all cases so far
         'process_groups': dist.get_pg_count(),
-        'gap': min(gaps, default=None),
+        'gap': min(gap for _, gap in of_ranks) if gaps else None,
     }
 
 

@@ -7,6 +7,10 @@ So a test asks for one of three things:
     equal bits                   if the same operations run in the same order: torch.equal, ==
     assert_as_close_to_float64   if there is also a run of the same thing in float64
     assert_same_run              if there are only two fp32 runs, such as the losses that two scripts log
+
+That holds as long as both compute the same thing. Where they choose (the experts of a token, the likeliest token) a
+near tie falls to either side, and all that follows is another computation. So a test of choices takes weights with
+which none is near a tie (let_tokens_choose() of experts.py), and asserts that gap_of_choice() is above MARGIN.
 """
 
 import contextlib
@@ -14,6 +18,8 @@ import math
 from unittest import mock
 
 import torch
+
+from evaluation import sampling
 
 EPS = torch.finfo(torch.float32).eps  # 1.2e-7, the distance from 1 to the next fp32 number
 
@@ -31,6 +37,9 @@ FLOOR_IN_HALF = torch.finfo(torch.bfloat16).eps / 16
 
 # How far two runs may be apart after one step, relatively: each may be as far from float64 as TIMES and FLOOR allow.
 APART = 2 * TIMES * FLOOR
+
+# Of probabilities and logits. Two layouts have been seen to be 5e-7 apart in them after 20 steps of training.
+MARGIN = 1e-4
 
 
 def error(found, exact):
@@ -80,6 +89,32 @@ def assert_same_run(found, expected, about=None, every=1):
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
         difference, most = abs(ours - theirs) / abs(theirs), apart(number * every)
         assert difference <= most, f'{about or ""}, row {number}: {ours} and {theirs} are {difference:.2e} apart'
+
+
+def gap_of_choice(scores, k=1):
+    """How far the last of the k chosen is before the first one that is not, where the two are closest: (..., n) -> a
+    number, infinite if all are chosen."""
+    first_ones = scores.detach().topk(min(k + 1, scores.shape[-1])).values
+    return (first_ones[..., k - 1] - first_ones[..., k]).min().item() if k < scores.shape[-1] else math.inf
+
+
+def likeliest(logits):
+    """The likeliest token of each row, which must not be near a tie."""
+    assert gap_of_choice(logits) > MARGIN, 'a near tie: take other weights'
+    return logits.argmax(-1)
+
+
+def gap_of_text(model, prompts, max_new_tokens):
+    """gap_of_choice() of the tokens with which a model continues prompts, each the likeliest one."""
+    gaps, choose = [], sampling.sample_token
+
+    def note_gap(logits, *options):
+        gaps.append(gap_of_choice(logits))
+        return choose(logits, *options)
+
+    with mock.patch.object(sampling, 'sample_token', note_gap):
+        sampling.generate_batch(model, prompts, max_new_tokens)
+    return min(gaps)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_forked, run_script
+from precision import MARGIN, gap_of_choice, likeliest
 from pretrained import POSITIONS, save_model
 from short import slow_but
 
@@ -245,7 +246,7 @@ def written_by(loop, row):
     new = []
     for _ in range(row['max_new_tokens']):
         with torch.no_grad():
-            token = loop.model(torch.tensor([tokens + new])).logits[0, -1].argmax().item()
+            token = likeliest(loop.model(torch.tensor([tokens + new])).logits[0, -1]).item()
         if token == loop.tokenizer.eos_token_id:
             break
         new.append(token)
@@ -409,9 +410,10 @@ def said_by(loop):
     for context in map(chr, range(ord('0'), ord('z'))):
         tokens = loop.start() + loop.tokenizer.encode(context, add_special_tokens=False)
         with torch.no_grad():
-            likeliest = loop.model(torch.tensor([tokens])).logits[0, -1].argmax().item()
-        if ord(' ') < likeliest < 127:  # a token is a byte
-            rows.append({'context': context, 'continuation': chr(likeliest)})
+            logits = loop.model(torch.tensor([tokens])).logits[0, -1]
+        token = logits.argmax().item()
+        if ord(' ') < token < 127 and gap_of_choice(logits) > MARGIN:  # a token is a byte
+            rows.append({'context': context, 'continuation': chr(token)})
     return [*rows[:3], {'context': 'a', 'continuation': 'never'}]
 
 

@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 import torch
 from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, run_many, run_script, start_and_stop_behind
-from precision import apart, error
+from precision import MARGIN, apart, error, gap_of_text
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -135,8 +135,11 @@ def test_transformers_loads_it_with_equal_logits_and_writes_on(name, runs, expor
     assert tied == ours.config.tie_embeddings
     assert sum(shape == (vocab_size, 40) for shape in stored_tensors(folder).values()) == 2 - tied
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 256
-    written = theirs.generate(x[:, :5], attention_mask=torch.ones(2, 5), max_new_tokens=20, do_sample=False)
-    expected = sampling.generate_batch(ours, x[:, :5].tolist(), max_new_tokens=20, stop_tokens=[256])
+    prompts = [row for row in some_tokens(8, 5).tolist() if gap_of_text(ours, [row], 20) > MARGIN][:2]
+    written = theirs.generate(
+        torch.tensor(prompts), attention_mask=torch.ones(2, 5), max_new_tokens=20, do_sample=False
+    )
+    expected = sampling.generate_batch(ours, prompts, max_new_tokens=20, stop_tokens=[256])
     for row, new in zip(written[:, 5:].tolist(), expected, strict=True):
         assert row == new + [256] * (len(row) - len(new))  # transformers fills rows that have ended
 

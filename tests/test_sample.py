@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, command_of, environment, run_forked, run_script
+from precision import MARGIN, gap_of_text, likeliest
 from pretrained import CHATML, MODELS, MORE_MODELS, STATE_SPACE, save_model
 from tokenizers import processors
 
@@ -103,7 +104,7 @@ def test_what_the_tokenizer_puts_before_a_text_stands_before_the_prompt_once(run
     def goes_on(tokens):  # with the likeliest token each time
         row = list(tokens)
         while len(row) < len(tokens) + 12 and (row[-1] != 256 or len(row) == len(tokens)):
-            row.append(model(torch.tensor([row]))[0, -1].argmax().item())
+            row.append(likeliest(model(torch.tensor([row]))[0, -1]).item())
         return tokenizers.ByteTokenizer().decode(row[len(tokens) :]).removesuffix(eot)
 
     texts = ('import', 'self.', 'def f(x):', '#')
@@ -209,6 +210,7 @@ def test_a_batch_says_what_transformers_says_to_each_prompt_alone(kind, tmp_path
     model = loaded(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = []
+    assert gap_of_text(model, ASKED, 25) > MARGIN
     for prompt in ASKED:
         ids, options = torch.tensor([prompt]), {'max_new_tokens': 25, 'do_sample': False, 'eos_token_id': None}
         written = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
