@@ -1,5 +1,6 @@
 """Predicted memory and traffic beside those of real runs, exact counts, and what --dry_run prints."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -217,7 +218,7 @@ def test_on_cuda_a_block_keeps_what_its_kernels_save(matmul_dtype):
     def kept_of(n_layer):
         shape = shape_of('llama with grouped queries', n_layer=n_layer)
         config = config_of(shape, dtype='bfloat16', device='cuda:0', matmul_dtype=matmul_dtype) | shape.to_dict()
-        return activations.activation_bytes(config, 'fsdp')['activations']
+        return activations.micro_step(config, 'fsdp').kept
 
     C, H, Q, K, hidden = 128, 4, 128, 64, 384  # Q = n_head x head_dim, K = n_kv_head x head_dim
     norms = 2 * (2 * C + 2 * C + 8)  # input and result; per token two fp32 numbers at most
@@ -443,24 +444,27 @@ def test_counts_and_flops_are_those_of_the_transformers_model(pretrained_of, nam
 def test_activations_of_a_transformers_model_are_predicted(pretrained_of, name, dtype, sharded, dropout):
     pretrained = pretrained_of(name, dropout=dropout)
     config = config_of(ModelConfig(**SIZES), dtype=dtype) | keys_of(pretrained)
-    predicted = activations.activation_bytes(config, 'fsdp' if sharded else 'ddp')
+    predicted = activations.micro_step(config, 'fsdp' if sharded else 'ddp').parts()
     measured = measure_step(model_of(pretrained, dtype, sharded), config)
-    assert sum(predicted.values()) == pytest.approx(measured['activations with logits'], rel=0.05)
+    assert predicted['activations'] + predicted['logits'] == pytest.approx(measured['activations with logits'], rel=0.05)
     if dtype == 'bfloat16':  # flash attention, and on CPUs fp32 within attention
-        on_gpu = activations.activation_bytes(config | {'device': 'cuda:0'}, 'fsdp' if sharded else 'ddp')
+        on_gpu = activations.micro_step(config | {'device': 'cuda:0'}, 'fsdp' if sharded else 'ddp').parts()
         assert on_gpu['activations'] <= predicted['activations']
 
 
 @pytest.mark.parametrize('kind', ['gemma2', 'mixtral'])
 def test_what_cannot_run_without_data_on_a_gpu_is_predicted_as_on_a_cpu_or_said_to_be_unknown(pretrained_of, kind):
-    config = config_of(ModelConfig(**SIZES), dtype='bfloat16', device='cuda:0') | keys_of(pretrained_of(kind))
+    config = config_of(ModelConfig(**SIZES), dtype='bfloat16', device='cuda:0', compile=True)
+    config |= keys_of(pretrained_of(kind))
+    printed = ' '.join(report.dry_run(config, {}, 1).split())
+    assert 'device=cuda, uncompiled)' in printed
+    on_gpu = activations.micro_step(config, 'ddp')
     if kind == 'gemma2':
-        assert activations.activation_bytes(config, 'ddp') == activations.activation_bytes(
-            config | {'device': 'cpu'}, 'ddp'
-        )
+        on_cpu = activations.micro_step(config | {'device': 'cpu'}, 'ddp')
+        assert on_cpu == dataclasses.replace(on_gpu, workspace=0)
     else:
-        assert activations.activation_bytes(config, 'fsdp') != {} == activations.activation_bytes(config, 'ddp')
-        assert 'activations not known' in ' '.join(report.dry_run(config, {}, 1).split())
+        assert activations.micro_step(config, 'fsdp') != activations.NOT_KNOWN == on_gpu
+        assert 'activations not known' in printed
 
 
 @pytest.mark.parametrize(
