@@ -11,6 +11,8 @@ Nothing large is allocated: parameters are counted on the meta device, activatio
 import itertools
 import math
 
+from torch import nn
+
 import meshes
 import optim
 from moments import bytes_held, in_8_bits
@@ -89,11 +91,9 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         gradients = FP32 * trainable  # of several ranks: in the buckets of the all-reduce, of which .grad are views
         states = {'weights': stored_bytes(model.parameters()), 'gradients': gradients}
         parts = states | {'optimizer': moment_bytes(config, model), **step.parts()}
-        # One rank has no buckets. If it has no sums of micro-steps either, backward makes gradients while it frees
-        # activations, and the peak is at its beginning or at its end.
-        is_alone = world_size == micro_steps == 1
-        overlap = max(step.peak(), gradients + step.end) - step.peak() - gradients if is_alone else 0
-        return parts | ({OVERLAP: overlap} if overlap else {})
+        if world_size == micro_steps == 1:  # there are neither buckets nor sums before backward makes gradients
+            parts[OVERLAP] = peak_of_one_rank(model, step, gradients) - step.peak() - gradients
+        return parts
 
     is_diloco = strategy == 'diloco'
     shard_size = world_size // config['num_replicas'] if is_diloco else meshes.ranks_per_shard_group(config, world_size)
@@ -133,15 +133,29 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     if config.get('tensor_parallel', 1) > 1:
         parts['travelling'] = parts.get('travelling', 0) + travelling_bytes(config)
     # During backward, activations are freed while gradients are made. So the peak is in the loss, when no block has to
-    # be whole; or at the beginning of backward, when the gradients of one block are on their way, while those of the
-    # next are computed, which has freed what it kept; or at the end, when the root's gradients are reduced. At first
-    # there are no gradients yet, unless micro-steps add up.
+    # be whole; or at the beginning of backward, when the gradients of a block are on their way; or at the end, when the
+    # root's gradients are reduced. At first there are no gradients yet, unless micro-steps add up. A compiled block has
+    # freed what it kept before it returns its gradients, so they are on their way beside the next block's backward.
     blocks = gathered_of_blocks(config, model, shard_size)
     in_loss = step.kept + step.loss - blocks + gathered_of_blocks(config, model, shard_size, in_loss=True)
-    begin = step.kept + step.backward + max(0, block_reduction - step.block)
+    begin = step.kept + step.backward + max(0, block_reduction - step.block * step.is_compiled)
     none_yet = parts.get('gradients', 0) if micro_steps == 1 else 0
     overlap = max(max(in_loss, begin) - none_yet, root_reduction) - parts['reduction'] - step.peak()
     return parts | ({OVERLAP: overlap} if overlap else {})
+
+
+def peak_of_one_rank(model, step, gradients):
+    """
+    Bytes of gradients and activations together, if backward makes the ones while it frees the others: block by block,
+    so the peak is in the loss, in the backward of the last block or of the first, or at the gradient of the embedding.
+    """
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {module.weight for module in model.modules() if isinstance(module, nn.Linear)}  # not those of a tied head
+    by_the_loss = [parameter for parameter in root_parameters(model) if parameter not in tables]
+    last = step.kept + step.backward + FP32 * count(trained_of(by_the_loss))
+    of_block = FP32 * count(trained_of(model.blocks[0].parameters()))
+    first = last + (len(model.blocks) - 1) * (of_block - step.block)
+    return max(step.kept + step.loss, last, first, gradients + step.end)
 
 
 def gathered_of_blocks(config, model, shard_size, in_loss=False):
