@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -427,7 +427,7 @@ def main():
     import torch
 
     name, of, device, out, *script = sys.argv[1:]
-    arguments = Namespace(of=of, device=device, out=out, script=script)
+    arguments = SimpleNamespace(of=of, device=device, out=out, script=script)
     print(json.dumps(globals()[name.replace(' ', '_')](torch, torch.device(device), arguments)))
 
 
