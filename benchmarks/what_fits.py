@@ -1,7 +1,7 @@
 """
 Which model trains on which card, and with which keys? Prints both tables of docs/memory.md.
 
-    python benchmarks/what_fits.py                        # 51 dry runs, about 6 minutes
+    python benchmarks/what_fits.py                        # 51 dry runs, about 10 minutes
     python benchmarks/what_fits.py --models=1B            # 17 of them
 
 Each cell is the total that --dry_run of a train script prints for one GPU, in GB of 1e9 bytes. This needs no GPU, no

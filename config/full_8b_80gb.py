@@ -10,12 +10,13 @@
 #   weights and gradients in fp32      8.03 x (4 + 4)                       64.2
 #   weights of two blocks and head     in bf16                               3.4
 #   the gradient of the head           in bf16, and in fp32 on its way       6.3, when the activations are gone
-#   activations, logits of a chunk     1.1 + 4.8                             5.9, before that
-#   in all                                                                  74.9     an "80 GB" card has 85
+#   activations, logits of a chunk     1.1 + 4.9                             6.0, before that
+#   the matmuls' workspace                                                   0.1
+#   in all                                                                  74.0     an "80 GB" card has 85
 #
 #   moments, in host memory            6.98 x 2 x (1 + 4/256) + 1.05 x 8    22.6     in fp32 64.2
 #
-# On the GPU these moments do not fit: 74.9 + 22.6 = 97.5. Two GPUs hold them: leave cpu_offload out there.
+# On the GPU these moments do not fit: 74.0 + 22.6 = 96.6. Two GPUs hold them: leave cpu_offload out there.
 # They cross PCIe in both directions in every step, 22.6 GB each: 0.4 s at 55 GB/s, beside 8 s of computing for 65,536
 # tokens (5.1e10 FLOPs each, 4e14 a second).
 

@@ -76,7 +76,9 @@ def is_fused(node):
     """Whether Inductor makes one kernel of an operation and of those that read it."""
     from torch._functorch.partitioners import get_default_op_list
 
-    fused = get_default_op_list().fusible_ops | {torch.ops.aten.cat}
+    aten = torch.ops.aten
+    also = {aten.cat, aten.embedding, aten.slice_scatter, aten.select_scatter, aten.constant_pad_nd}
+    fused = get_default_op_list().fusible_ops | also
     return is_view(node) or getattr(node.target, 'overloadpacket', node.target) in fused
 
 

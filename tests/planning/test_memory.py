@@ -485,6 +485,17 @@ def test_what_cannot_run_without_data_on_a_gpu_is_predicted_as_on_a_cpu_or_said_
 
 
 @pytest.mark.parametrize(
+    ('name', 'checkpointing', 'frozen_dtype'), [('gpt2', 'full', 'nf4'), ('llama', 'none', 'bfloat16')]
+)
+def test_lora_is_counted_as_compiled_and_keeps_no_more(pretrained_of, name, checkpointing, frozen_dtype):
+    config = config_of(ModelConfig(**SIZES), dtype='bfloat16', device='cuda', activation_checkpointing=checkpointing)
+    config |= keys_of(pretrained_of(name, lora_rank=4, frozen_dtype=frozen_dtype))
+    compiled, eager = (activations.micro_step(config | {'compile': compile}, 'ddp') for compile in (True, False))
+    assert compiled.is_compiled and not eager.is_compiled
+    assert compiled.kept <= eager.kept and (compiled.kept < eager.kept) == (checkpointing == 'none')
+
+
+@pytest.mark.parametrize(
     ('name', 'dtype', 'checkpointing', 'lora_rank'),
     [
         ('llama', 'float32', 'none', 0),
