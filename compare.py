@@ -48,7 +48,7 @@ class Config:
     out_dir: str | None = None  # None = out/compare, or with --bench a new folder, out/bench-DATE-TIME [path]
     launcher: str | None = None  # such as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
     bench = False  # only speed and memory: random tokens, 30 steps of one micro-step, no evaluation or checkpoint
-    trace = False  # record one step of each run for chrome://tracing
+    trace = False  # record two steps of each run for chrome://tracing
     gpu_gb = 80.0  # predict which runs fit a GPU with this much memory; 0 = do not
     slurm: bool | str = False  # run a sweep as jobs; may give options for sbatch: --slurm='--time=1:00:00'
     # other modes

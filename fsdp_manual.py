@@ -278,10 +278,12 @@ class Unit:
         """parameters: {parameter: [(module, attribute), ...]}. index: of the block, None for the root."""
         self.index, self.group, self.weights, self.shard_bytes = index, group, [], 0
 
-        # Matrices come first, because matmuls want weights at multiples of 16, and a vector may end at an odd offset.
+        # Matmuls want weights at multiples of 16 bytes (grouped_mm takes no others), which a vector may not end at, nor
+        # a matrix with odd rows. So first come matrices whose rows are such multiples, then the other matrices.
         # uint8 comes last, because it may end at any byte, and no float may begin there.
         def order(parameter):
-            return not parameter.is_floating_point(), -parameter.dim()
+            row = parameter[:1].numel() * compute_dtype.itemsize
+            return not parameter.is_floating_point(), -parameter.dim(), row % 16 != 0
 
         for parameter, places in sorted(parameters.items(), key=lambda item: order(item[0])):
             self.weights.append(Weight(places, parameter, group, self.shard_bytes, device, compute_dtype))

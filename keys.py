@@ -29,7 +29,7 @@ class Keys:
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
     eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
     log_interval = 10  # steps between log lines; 0 = only of the first and the last step
-    trace_step = 0  # record this step's timeline for chrome://tracing, as out_dir/trace_rank0.json, ...; 0 = off
+    trace_step = 0  # record it and the step before for chrome://tracing, as out_dir/trace_rank0.json, ...; 0 = off
     checkpoint_interval = 1000  # steps between checkpoints, which a crash may cost; 0 = only after the last step
     keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
     permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none

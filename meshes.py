@@ -204,8 +204,8 @@ def refuse_unless_it_divides(key, value, world_size):
 def check_context_parallel(config, pretrained):
     """Raise ValueError for a model whose attention cannot be divided over ranks (context_manual.py)."""
     given = f'context_parallel={config.context_parallel}'
-    if config.device.startswith('cuda') and config.head_dim % 8:
-        raise ValueError(f'{given} with head_dim={config.head_dim}: flash attention takes multiples of 8')
+    if config.device.startswith('cuda') and (config.head_dim % 8 or config.head_dim > 256):
+        raise ValueError(f'{given} with head_dim={config.head_dim}: flash attention takes multiples of 8 up to 256')
     if not pretrained:
         return
     text, reason = pretrained.config.get_text_config(), None

@@ -332,7 +332,7 @@ class MaskedLayout:
 
 @dataclass
 class PackedLayout:
-    """Several documents in each row, for a kernel that needs no mask: on CUDA, in half precision, without dropout."""
+    """Several documents in each row, for a kernel that needs no mask; see has_flash_attention()."""
 
     positions: torch.Tensor
     borders: torch.Tensor  # int32 (B*M + 1): where documents begin and end in all B*T tokens
@@ -349,15 +349,23 @@ class PackedLayout:
         return y.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def layout_of_documents(starts, T, dtype, dropout):
-    """The layout of rows that hold several documents each, for attention in this dtype and with this dropout.
+def layout_of_documents(starts, T, dtype, dropout, head_dim):
+    """The layout of rows that hold several documents each, for heads of this size, in this dtype, with this dropout.
 
     starts: int64 (B, M), where the documents of a row begin, at most M. The first begins at 0; unused places hold T.
     """
     document, positions = place_in_documents(starts, T)
-    if starts.is_cpu or dtype == torch.float32 or dropout:
+    if dropout or not has_flash_attention(starts.device, dtype, head_dim):
         return MaskedLayout(positions, (document[:, None, :, None] == document[:, None, None, :]).tril())
     return PackedLayout(positions, borders_of_documents(starts, T))
+
+
+def has_flash_attention(device, dtype, head_dim):
+    """Whether FlashAttention 2 runs there: on NVIDIA's cards since Ampere, in half precision, for heads of up to 256
+    dimensions, a multiple of 8. (scaled_dot_product_attention() chooses another kernel by itself where it does not.)"""
+    if device.type == 'cpu' or dtype.itemsize > 2 or head_dim % 8 or head_dim > 256:
+        return False
+    return device.type != 'cuda' or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def place_in_documents(starts, T):
@@ -913,7 +921,8 @@ class GPT(nn.Module):
         if self.rotary is not None:
             self.rotary.prepare(x.device)
         if starts is not None:
-            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.config.dropout)
+            sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
+            layout = layout_of_documents(starts, x.shape[1], *sizes)
         if layout is not None:
             positions = layout.positions
             layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])

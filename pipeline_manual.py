@@ -154,7 +154,7 @@ class Stage(nn.Module):
         if self.rotary is not None:
             self.rotary.prepare(x.device)
         if starts is not None:
-            layout = layout_of_documents(starts, T, self.compute_dtype, self.config.dropout)
+            layout = layout_of_documents(starts, T, self.compute_dtype, self.config.dropout, self.config.head_dim)
             positions = layout.positions
             layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = x

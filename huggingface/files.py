@@ -101,6 +101,9 @@ class Weights:
     def shape(self, name):
         return tuple(self.open(self.file_of[name]).get_slice(name).get_shape())
 
+    def nbytes(self, name):
+        return math.prod(self.shape(name)) * self.read(name, slice(0)).element_size()
+
     def dtype(self, name):
         """A tensor's dtype as safetensors calls it: 'BF16', 'F32', ..."""
         return self.open(self.file_of[name]).get_slice(name).get_dtype()

@@ -387,7 +387,7 @@ class ForTraining:
             return self.last_logits(x, layout, cache)
         options = {'use_cache': False}
         if starts is not None:
-            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout)
+            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout, self.head_dim)
         if layout is not None:
             options['position_ids'] = layout.positions
             if self.config._attn_implementation == ATTENTION:  # others recognise documents by their positions
@@ -506,10 +506,11 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.z_loss, model.has_dropout = pretrained.z_loss, pretrained.dropout > 0
     model.draws_noise = model.has_dropout or pretrained.lora_dropout > 0
     head, text = model.get_output_embeddings(), config.get_text_config()
+    heads, model.head_dim = heads_of(text)
     changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
     model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
     model.has_plain_head &= model.base_model is not model  # they are the same if a class names no base model
-    model.flops_of_attention = 12 * len(model.blocks) * math.prod(heads_of(text)) * (pretrained.block_size or 0)
+    model.flops_of_attention = 12 * len(model.blocks) * heads * model.head_dim * (pretrained.block_size or 0)
     model.train()
     lora.freeze(model, pretrained)
     lora.store_frozen(model, pretrained)
@@ -582,6 +583,10 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
 
     T, dtype = query.shape[2], query.dtype
     if layout is not None:
+        # As autocast does for torch's own attention, but not for operators that it does not know: on fp32 weights a
+        # rotary embedding returns fp32, and the kernels of packed and of shared rows take one half-precision dtype.
+        wanted = nf4.autocast_dtype(value) or value.dtype
+        query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
         scale_and_window = {'scale': options.get('scaling'), 'window': sliding_window}
         return layout.attend(query, key, value, **scale_and_window).transpose(1, 2), None
     before = key.shape[2] - T  # tokens in a cache
@@ -675,7 +680,8 @@ def load(model, pretrained, seed=0):
     if lacking:
         processes.on_rank_0(lambda: whole.update(whole_model(pretrained).state_dict()), patience_s=processes.PATIENCE_S)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    for name in tensors_to_load(model):
+    sizes = {name: weights.nbytes(found[name]) if name in found else 0 for name in tensors_to_load(model)}
+    for name in processes.progress(f'loading {weights.folder}', sizes):
         local, rows = local_rows(tensors[name])
         is_packed = local.dtype == torch.uint8
         shape = tensors[name].shape
@@ -760,7 +766,8 @@ def base_weights(model, pretrained, weights):
     if lacking:
         whole = whole_model(pretrained).state_dict()
         return {name: seen(name, whole[name]).to(kinds[name].dtype) for name in absent}
-    return {name: seen(name, stored.read(found[name])).to(kinds[name].dtype) for name in absent}
+    names = processes.progress(f'reading {stored.folder}', {name: stored.nbytes(found[name]) for name in absent})
+    return {name: seen(name, stored.read(found[name])).to(kinds[name].dtype) for name in names}
 
 
 def for_inference(pretrained, weights):
@@ -799,8 +806,8 @@ def for_generation(pretrained, weights, compute_dtype, device):
 
 def cast_weights(model, compute_dtype, device):
     """Cast all weights once, for generation, in which each token uses every weight. (Not by .to(compute_dtype), which
-    would also round RoPE's frequencies.)"""
-    for parameter in model.parameters():
+    would also round RoPE's frequencies.) Those of a folder are read from the disk here."""
+    for parameter in processes.progress('weights', {parameter: parameter.nbytes for parameter in model.parameters()}):
         parameter.data = parameter.data.to(device, compute_dtype)
 
 
@@ -820,7 +827,23 @@ def weights_of_folder(pretrained, model):
 # --- self-test --------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def without_tf32():
+    """A context in which fp32 is computed with all its digits, whatever the key tf32 says. TensorFloat-32 has 3 of the
+    7, so that no two ways to compute the same logits would agree to 1e-4."""
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for backend in backends:
+            backend.allow_tf32 = False
+        yield
+    finally:
+        for backend, allowed in zip(backends, before, strict=True):
+            backend.allow_tf32 = allowed
+
+
 @torch.no_grad()
+@without_tf32()
 def self_test(model, raw_model, pretrained, loaded, packed, device):
     """Check on a few tokens that the model computes what its folder says. Returns a line for the log. Collective.
 
@@ -866,7 +889,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     processes.reshard(model)  # without a backward pass, weights that forward has gathered would stay gathered
     model.train()
     if loaded:
-        expected = processes.on_rank_0(reference_logits, pretrained, tokens, patience_s=processes.PATIENCE_S)
+        expected = processes.on_rank_0(reference_logits, pretrained, x, patience_s=processes.PATIENCE_S)
         difference = (logits.cpu() - expected).norm() / expected.norm()
         if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
             problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm; {NOT_HERE}')
@@ -892,36 +915,41 @@ def check_class_runs(pretrained, tokens):
 
 
 def reference_logits(pretrained, tokens):
-    """Logits (B, T, V) by transformers' unchanged class, in fp32 on the host, with one block in memory at a time. The
-    weights are the folder's, rounded by frozen_dtype."""
-    weights, seen = Weights(pretrained.weights_folder), seen_in_training(pretrained)
+    """Logits (B, T, V), on the host, by transformers' unchanged class. It computes in fp32 on the device of the tokens,
+    with one block in memory at a time. The weights are the folder's, rounded by frozen_dtype."""
+    weights, seen, device = Weights(pretrained.weights_folder), seen_in_training(pretrained), tokens.device
     with torch.device('meta'):
         model = pretrained.empty_model()
     found, lacking = weights.find(model)
     if lacking:
-        model = whole_model(pretrained)
+        model = whole_model(pretrained)  # on the host, because a device may not have room for all of it
         for name, parameter in model.named_parameters():
             parameter.data = seen(name, parameter.data).float()
-        return model(tokens, use_cache=False).logits
+        return model(tokens.cpu(), use_cache=False).logits
     aliases = {alias: name for name, names in tensors_to_load(model).items() for alias in names}
-    fill_buffers(model, 'cpu')
-    blocks = find_blocks(model)
+    fill_buffers(model, device)
+    blocks, sizes = find_blocks(model), {}
     inside = {inner for block in blocks for inner in block.modules()}
     for name, module in model.named_modules():
         if module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
             empty = module.state_dict()
             sources = {inner: aliases[f'{name}.{inner}'] for inner in empty}
+            sizes[name] = sum(weights.nbytes(found[source]) for source in sources.values())
 
             def fetch(module, args, sources=sources):
-                tensors = {inner: seen(name, weights.read(found[name])).float() for inner, name in sources.items()}
+                next(shown, None)
+                tensors = {
+                    inner: seen(name, weights.read(found[name]).to(device)).float() for inner, name in sources.items()
+                }
                 module.load_state_dict(tensors, assign=True)
 
             def empty_again(module, args, output, empty=empty):
                 module.load_state_dict(empty, assign=True)
 
-            if module is model.get_input_embeddings():
-                fetch(module, ())  # to stay: some classes ask for its device before they call it
-            else:
-                module.register_forward_pre_hook(fetch)
-                module.register_forward_hook(empty_again)
-    return model.eval()(tokens, use_cache=False).logits
+            if module is model.get_input_embeddings():  # some classes ask for its device before they call it
+                empty = {inner: torch.zeros((), device=device).expand(tensor.shape) for inner, tensor in empty.items()}
+                module.load_state_dict(empty, assign=True)
+            module.register_forward_pre_hook(fetch)
+            module.register_forward_hook(empty_again)
+    shown = processes.progress(f'self-test: {pretrained.weights_folder}', sizes)
+    return model.eval()(tokens, use_cache=False).logits.cpu()

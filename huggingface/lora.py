@@ -20,8 +20,6 @@ from torch import nn
 from huggingface import nf4
 from model import generator_of
 
-PACKED_AT_ONCE = 512  # rows that nf4 packs at a time, since it computes in float64
-
 # --- LoRA -------------------------------------------------------------------------------------------------------------
 
 
@@ -51,8 +49,18 @@ def freeze(model, pretrained):
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
+    trained = (block for block in model.blocks if any(parameter.requires_grad for parameter in block.parameters()))
+    for block in [*trained][:1]:
+        block.register_forward_pre_hook(with_gradient)
     tensors = model.state_dict(keep_vars=True).items() if pretrained.lora_rank else ()
     model.names_of_base = {name for name, tensor in tensors if not tensor.requires_grad and not is_lora(name)}
+
+
+def with_gradient(block, args):
+    """Forward pre-hook of the first block with something to train. What comes before it may be frozen, and an input
+    that needs no gradient would make it another graph than its equals: torch.compile would compile both."""
+    x, *others = args
+    return (x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_(), *others)
 
 
 def add_lora(module, args, output):
@@ -98,7 +106,7 @@ def lora_modules(model, targets):
 
 def is_conv1d(module):
     """Whether a module is GPT-2's linear layer, whose weight is (in, out)."""
-    return type(module).__name__ == 'Conv1D'
+    return type(module).__name__ in ('Conv1D', 'StoredConv1D')
 
 
 def modules_to_save(model, ends):
@@ -173,7 +181,7 @@ def store_frozen(model, pretrained):
                 )
             packed = torch.empty(rows, nf4.bytes_of(columns), dtype=torch.uint8, device=module.weight.device)
             module.weight = nn.Parameter(packed, requires_grad=False)
-            module.forward = functools.partial(forward_of_stored, module)
+            compute_with_stored(module)
     if pretrained.frozen_dtype == 'bfloat16' or (pretrained.frozen_dtype == 'nf4' and pretrained.is_bfloat16):
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -188,13 +196,10 @@ def name_of(model, module):
 
 
 def fill_rows(local, values):
-    """Copy floats into this rank's part of a tensor. If that is packed, pack them, a few rows at a time to save
-    memory."""
-    if local.dtype == torch.uint8:
-        for place, rows in zip(local.split(PACKED_AT_ONCE), values.split(PACKED_AT_ONCE), strict=True):
-            place.copy_(nf4.quantise(rows.to(place.device)))
-    else:
-        local.copy_(values)
+    """Copy floats into this rank's part of a tensor. They move to its device as they are stored, often in half the
+    bytes, and are cast or packed there."""
+    values = values.to(local.device)
+    local.copy_(nf4.quantise(values) if local.dtype == torch.uint8 else values)
 
 
 def compute_from_stored(model):
@@ -211,7 +216,7 @@ def compute_from_stored(model):
         if not stored:
             continue
         if type(module).forward is nn.Linear.forward or is_conv1d(module):
-            module.forward = functools.partial(forward_of_stored, module)
+            compute_with_stored(module)
         elif type(module).forward is nn.Embedding.forward:
             module.register_forward_hook(lambda module, args, output: output.float() if model.is_whole else output)
         else:
@@ -219,10 +224,25 @@ def compute_from_stored(model):
             module.register_forward_hook(functools.partial(put_stored, stored), always_call=True)
 
 
-def forward_of_stored(module, x):
-    """The forward of a linear layer, or of GPT-2's Conv1D, whose weight is stored in another dtype than it computes
-    in."""
-    return nf4.frozen_linear(x, module.weight, module.bias, is_conv1d(module))
+class Stored:
+    """A linear layer, or GPT-2's Conv1D, whose weight is stored in another dtype than it computes in."""
+
+    def forward(self, x):
+        return nf4.frozen_linear(x, self.weight, self.bias, self.is_transposed)
+
+
+@functools.cache
+def stored_class(kind):
+    return type(f'Stored{kind.__name__}', (Stored, kind), {'is_transposed': kind.__name__ == 'Conv1D'})
+
+
+def compute_with_stored(module):
+    """Let a linear layer compute with its stored weight.
+
+    It changes its class, because a forward of its own in each module would be another function to torch.compile, which
+    would compile every block anew, and give up after eight.
+    """
+    module.__class__ = stored_class(type(module))
 
 
 def put_masters(model, names, module, args):

@@ -1,13 +1,17 @@
 """
 The activations that a micro-step keeps for backward, and what backward needs beyond them, without running it.
 
-    activation_bytes(config, 'fsdp')  # {'activations': bytes, 'logits': bytes}; on a GPU with
-    # activation_checkpointing=offload also {'host activations': bytes}
+    step = micro_step(config, 'fsdp')  # a MicroStep, or NOT_KNOWN if this model does not run without data
+    step.parts()  # {'activations': bytes, 'logits': bytes, ...}, as memory.memory_bytes() has them
+
+If the run compiles its blocks for a GPU, the counts are those of compiled blocks (compiled.py), else of PyTorch's
+operations one by one.
 """
 
 import contextlib
 import logging
 import weakref
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
@@ -20,55 +24,90 @@ from torch.utils._pytree import tree_leaves
 import expert_manual
 import model as model_module
 from huggingface import lora, nf4
+from planning.compiled import compile_without_gpu
 from planning.sizes import part_of_rank
 
 # The activations of one micro-step on one rank do not depend on these keys, so layouts that differ in no other keys
 # have them computed once.
 SHARDING_KEYS = {'zero_stage', 'fsdp_impl', 'replicate_size', 'accumulate', 'global_batch_size', 'num_replicas'}
 SHARDING_KEYS |= {'pipeline_stages', 'pipeline_chunks'}
-known_activations = {}
+known_steps = {}
+
+# On Hopper cuBLAS takes 32 MiB for each thread that multiplies: the one of forward, and autograd's of backward.
+WORKSPACE = 2 * 2**25
 
 
-def activation_bytes(config, strategy):
-    """{'activations', 'logits': bytes} of one micro-step, as in memory.memory_bytes(); {} if they cannot be found.
+@dataclass
+class MicroStep:
+    """Bytes that a micro-step on one rank needs beyond weights and gradients, at the moments that may be its peak."""
 
-    Because all blocks are alike, the bytes of the whole model are extrapolated from models of a few blocks, which takes
-    a tenth of the time. Results are kept, because compare.py --plan asks for the same ones again and again.
+    block: int = 0  # what each block keeps for backward
+    kept: int = 0  # what there is after the last block: what all of them keep, and what it returns
+    loss: int = 0  # the loss of a chunk of tokens, and the gradients that it passes on, beyond `kept`
+    backward: int = 0  # the peak while the blocks' gradients are computed, beyond `kept`
+    end: int = 0  # the peak after that, when the embedding's gradient is computed, by itself
+    host: int = 0  # inputs of blocks that activation_checkpointing=offload keeps in host memory
+    block_on_host: int = 0  # of one block
+    is_compiled: bool = False  # whether the blocks were counted as compiled
+    workspace: int = 0  # of CUDA's matmuls
+
+    def peak(self):
+        return max(self.kept + max(self.loss, self.backward), self.end)
+
+    def parts(self):
+        """A part of memory.memory_bytes(): {name: bytes}."""
+        if self == NOT_KNOWN:
+            return {}
+        parts = {'activations': self.peak() - self.loss, 'logits': self.loss}
+        parts |= {'host activations': self.host} if self.host else {}
+        return parts | ({'workspace': self.workspace} if self.workspace else {})
+
+
+NOT_KNOWN = MicroStep()
+
+
+def micro_step(config, strategy):
+    """The MicroStep of a run, or NOT_KNOWN.
+
+    Because all blocks are alike, that of the whole model is extrapolated from a model of a few blocks, which takes a
+    tenth of the time. Results are kept, because compare.py --plan asks for the same ones again and again.
     """
-    first = 2 if config['activation_checkpointing'] == 'offload' else 1  # the inputs of two blocks stay on the GPU
-    is_long = config['n_layer'] > first + 1 and 'transformers' not in config
-    sizes = [first, first + 1] if is_long else [config['n_layer']]
-    found = []
-    for size in sizes:
-        one = {**config, 'n_layer': size}
-        if 'expert_parallel' in one:  # with balanced routers as many rows arrive as with more ranks
-            one['expert_parallel'] = min(2, one['expert_parallel'])
-        key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
-        if key not in known_activations:
-            known_activations[key] = micro_step_bytes(partial(part_of_rank, one), one, strategy != 'ddp')
-        found.append(known_activations[key])
-    return {part: size + (config['n_layer'] - sizes[0]) * (found[-1][part] - size) for part, size in found[0].items()}
+    few = 3 if config['activation_checkpointing'] == 'offload' else 2  # inputs of two blocks stay on the GPU
+    n_layer = config['n_layer'] if 'transformers' in config else min(few, config['n_layer'])
+    one = {**config, 'n_layer': n_layer}
+    if 'expert_parallel' in one:  # with balanced routers as many rows arrive as with more ranks
+        one['expert_parallel'] = min(2, one['expert_parallel'])
+    key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
+    if key not in known_steps:
+        known_steps[key] = step_of(partial(part_of_rank, one), one, strategy != 'ddp')
+    step, more = known_steps[key], config['n_layer'] - n_layer
+    return replace(step, kept=step.kept + more * step.block, host=step.host + more * step.block_on_host)
 
 
-def micro_step_bytes(make_model, config, is_sharded):
+def step_of(make_model, config, is_sharded):
     """
-    {'activations', 'logits': bytes}, as in memory.memory_bytes(). The model's own forward, loss and backward run on
-    tensors without data, and after each operation the bytes of all tensors that are alive are added up.
+    A MicroStep, or NOT_KNOWN. The model's own forward, loss and backward run on tensors without data, and after each
+    operation the bytes of all tensors that are alive are added up.
 
     For a CPU these are fake tensors. For CUDA they are on the meta device (see kernels_of_cuda()), because fake CUDA
-    tensors have no backward on a machine without CUDA. Some models of transformers look at values, which meta tensors
-    refuse; then the bytes are those of a CPU. If that fails as well, the result is {}: this is so for mixtures of
-    experts under train_ddp.py in bfloat16.
+    tensors have no backward on a machine without CUDA. Blocks that are compiled for CUDA are traced first; if that
+    fails, for whatever reason within torch, they are counted as uncompiled. Some models of transformers look at values,
+    which meta tensors refuse; then the bytes are those of a CPU. If that fails as well, the result is NOT_KNOWN: this
+    is so for mixtures of experts under train_ddp.py in bfloat16.
     """
-    logging.getLogger('torch._subclasses.fake_tensor').setLevel(logging.CRITICAL)  # a failure would log a traceback
-    for device in ('meta', 'cpu') if config['device'].startswith('cuda') else ('cpu',):
-        with contextlib.suppress(RuntimeError):
-            return follow_micro_step(make_model, config, device, is_sharded)
-    return {}
+    # They would log a failure's traceback, and advice that selective checkpointing has heeded.
+    for name, level in (('torch._subclasses.fake_tensor', 'CRITICAL'), ('torch._higher_order_ops.wrap', 'ERROR')):
+        logging.getLogger(name).setLevel(level)
+    on_cuda = config['device'].startswith('cuda')
+    ways = [('meta', True)] * bool(on_cuda and config.get('compile')) + [('meta', False)] * on_cuda + [('cpu', False)]
+    for device, compiles in ways:
+        with contextlib.suppress(Exception if compiles else RuntimeError):
+            return follow_micro_step(make_model, config, device, is_sharded, compiles)
+    return NOT_KNOWN
 
 
-def follow_micro_step(make_model, config, device, is_sharded):
-    """micro_step_bytes() for device 'cpu' or 'meta'. is_sharded: as under FSDP, with weights in the compute dtype."""
+def follow_micro_step(make_model, config, device, is_sharded, compiles):
+    """step_of() for device 'cpu' or 'meta'. is_sharded: as under FSDP, with weights in the compute dtype."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     dtype = getattr(torch, config['dtype'])
@@ -101,22 +140,44 @@ def follow_micro_step(make_model, config, device, is_sharded):
                 parameter.grad = torch.empty_like(parameter)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         live = LiveBytes([*model.parameters(), *model.buffers(), *gradients, tokens])
-        kept, inputs_of_blocks = [], []
+        if compiles:
+            compile_without_gpu(model, live)
+            model(*inputs)[0].backward()
+        kept, inputs_of_blocks, peaks = [], [], []
+
+        def begin_phase(*_):  # a hook, so it returns None
+            peaks.append(live.peak)
+            live.peak = live.now
+
+        def enter(block, args):
+            x = args[0]
+            if not inputs_of_blocks and x.requires_grad:
+                x.register_hook(begin_phase)  # once the gradient of the first block's input is there
+            inputs_of_blocks.append(x.nbytes)
+
         for block in model.blocks:
-            block.register_forward_pre_hook(lambda _, args: inputs_of_blocks.append(args[0].nbytes))
-        model.blocks[-1].register_forward_hook(lambda *_: kept.append(live.now))
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(lambda *_: kept.append(live.now))
         with live:
             loss, _ = model(*inputs)
-            peak_of_forward = live.peak
+            begin_phase()
             loss.backward()
-    sizes = {'activations': kept[0] + live.peak - peak_of_forward, 'logits': peak_of_forward - kept[0]}
-    if offloads and config['device'].startswith(
-        'cuda'
-    ):  # see offload.InputsOnHost: of the last two, one stays and one goes
-        n, size = len(inputs_of_blocks), inputs_of_blocks[0]
-        sizes['activations'] -= max(0, n - 2) * size
-        sizes['host activations'] = (n - 1) * size
-    return sizes
+            begin_phase()
+    forward, backward, *end = peaks
+    kept_by_block = kept[-1] - kept[-2] if len(kept) > 1 else kept[0]
+    goes = inputs_of_blocks[0] if offloads and config['device'].startswith('cuda') else 0
+    n = len(kept)  # of the inputs of the last two blocks, one stays and one goes, see offload.InputsOnHost
+    return MicroStep(
+        block=kept_by_block - goes,
+        kept=kept[-1] - max(0, n - 2) * goes,
+        loss=forward - kept[-1],
+        backward=backward - kept[-1],
+        end=max(end, default=0),
+        host=(n - 1) * goes,
+        block_on_host=goes,
+        is_compiled=compiles,
+        workspace=WORKSPACE if config['device'].startswith('cuda') else 0,
+    )
 
 
 def evenly(ends, rows):
@@ -139,10 +200,15 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self.known = {tensor.untyped_storage()._cdata for tensor in others}
+        self.is_paused = False  # by compiled.Kernels
+
+    @classmethod
+    def ignore_compile_internals(cls):  # otherwise what is compiled would not run while this mode is on
+        return True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        for tensor in () if self.is_paused else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.follow(tensor.untyped_storage())
         self.peak = max(self.peak, self.now)
@@ -158,6 +224,9 @@ class LiveBytes(TorchDispatchMode):
     def forget(self, key, size):
         self.known.remove(key)
         self.now -= size
+
+
+rms_norm = F.rms_norm  # F's are replaced below
 
 
 @contextlib.contextmanager
@@ -189,6 +258,8 @@ def kernels_of_cuda(autocast_to=None):
 
 
 def fused_rms_norm(x, shape, weight=None, eps=None):
+    if torch.compiler.is_compiling():  # it is fused then in any case
+        return rms_norm(x, shape, weight, eps)
     return F.layer_norm(x, shape, weight)  # keeps as much for backward
 
 

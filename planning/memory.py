@@ -11,10 +11,12 @@ Nothing large is allocated: parameters are counted on the meta device, activatio
 import itertools
 import math
 
+from torch import nn
+
 import meshes
 import optim
 from moments import bytes_held, in_8_bits
-from planning.activations import activation_bytes
+from planning.activations import micro_step
 from planning.sizes import (
     BYTES,
     DEEPSPEED_REUSE,
@@ -40,6 +42,7 @@ from planning.sizes import (
 OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {
     name: len(update.moments) for name, update in optim.UPDATES.items()
 }
+OVERLAP = 'minus: not at the same moment'
 DEEPSPEED_BUCKET = 2**25  # numbers that are reduced together; set by deepspeed_engine.py
 
 
@@ -59,8 +62,9 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     logits        what the loss of one chunk of tokens needs, and the gradients that it passes to hidden states and head
     travelling    fsdp with context_parallel: keys and values of other ranks for one layer, and their gradients in fp32;
                   with tensor_parallel: activations that arrive and leave
-    minus: not at the same moment   fsdp, negative: the parts do not all peak at the same moment; this is the overlap,
-                  so that the sum is the true peak; absent if there is none
+    workspace     of the matmuls, on a GPU
+    minus: not at the same moment   negative: the parts do not all peak at the same moment; this is the overlap, so that
+                  the sum is the true peak; absent if there is none
 
     shard_size is the number of ranks that together hold one copy of the model. With expert_parallel each of the ranks
     that share experts holds only some of them, which it shards with the ranks of the copy that hold the same ones;
@@ -68,8 +72,9 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
 
     model: empty_model(config). strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage).
     Raises ValueError if the ranks do not divide.
-    Not counted are fragments of the allocator, CUDA's context (0.5 GB) and NCCL's buffers. Eager mode is assumed;
-    torch.compile keeps less. The tests measure on the CPU, and follow a step as on CUDA without a GPU.
+    Not counted are fragments of the allocator, CUDA's context (0.5 GB) and NCCL's buffers. Compiled blocks are counted
+    as such on a GPU, else eager mode is assumed. The tests measure on the CPU, follow a step as on CUDA without a GPU,
+    and hold the peaks that an H100 measured.
     """
     model = held_model(config, model)
     if strategy == 'pipeline':
@@ -78,22 +83,21 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     compute = BYTES[config['dtype']]
     counts = counts_of(model)
     trainable = counts['trainable']
-    activations = activation_bytes(config, strategy)
-    activation_sum = sum(size for part, size in activations.items() if not part.startswith('host'))
-    if strategy == 'ddp':
-        return {
-            'weights': stored_bytes(model.parameters()),
-            'gradients': FP32 * trainable,  # in the buckets of the all-reduce, of which .grad are views
-            'optimizer': moment_bytes(config, model),
-            **activations,
-        }
-
+    step = micro_step(config, strategy)
     if strategy == 'deepspeed':
-        return deepspeed_states(config, model, world_size) | activations
+        return deepspeed_states(config, model, world_size) | step.parts()
+    micro_steps = meshes.micro_steps(config, world_size)
+    if strategy == 'ddp':
+        gradients = FP32 * trainable  # of several ranks: in the buckets of the all-reduce, of which .grad are views
+        states = {'weights': stored_bytes(model.parameters()), 'gradients': gradients}
+        parts = states | {'optimizer': moment_bytes(config, model), **step.parts()}
+        if world_size == micro_steps == 1:  # there are neither buckets nor sums before backward makes gradients
+            parts[OVERLAP] = peak_of_one_rank(model, step, gradients) - step.peak() - gradients
+        return parts
+
     is_diloco = strategy == 'diloco'
     shard_size = world_size // config['num_replicas'] if is_diloco else meshes.ranks_per_shard_group(config, world_size)
     trained = count(trained_of(model.parameters()), shard_size)
-    micro_steps = meshes.micro_steps(config, world_size)
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
@@ -120,7 +124,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     parts |= {
         'gathered': gathered_bytes(in_root, compute) + gathered_of_blocks(config, model, shard_size),
         'reduction': max(block_reduction, root_reduction),
-        **activations,
+        **step.parts(),
     }
     if (sharing := config.get('context_parallel', 1)) > 1:  # a ring holds 2 ranks' keys and values and 3 gradients
         numbers, bytes_per_number = keys_and_values(config)
@@ -128,19 +132,38 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         parts['travelling'] = numbers * (blocks[0] * bytes_per_number + blocks[1] * FP32)
     if config.get('tensor_parallel', 1) > 1:
         parts['travelling'] = parts.get('travelling', 0) + travelling_bytes(config)
-    # During backward, activations are freed while gradients are made. So the peak is either at the beginning of
-    # backward, when there are no gradients yet unless micro-steps add up, or at its end, when the root's gradients are
-    # reduced.
-    begin = block_reduction + activation_sum - (parts.get('gradients', 0) if micro_steps == 1 else 0)
-    overlap = max(begin, root_reduction) - parts['reduction'] - activation_sum
-    return parts | ({'minus: not at the same moment': overlap} if overlap else {})
+    # During backward, activations are freed while gradients are made. So the peak is in the loss, when no block has to
+    # be whole; or at the beginning of backward, when the gradients of a block are on their way; or at the end, when the
+    # root's gradients are reduced. At first there are no gradients yet, unless micro-steps add up. A compiled block has
+    # freed what it kept before it returns its gradients, so they are on their way beside the next block's backward.
+    blocks = gathered_of_blocks(config, model, shard_size)
+    in_loss = step.kept + step.loss - blocks + gathered_of_blocks(config, model, shard_size, in_loss=True)
+    begin = step.kept + step.backward + max(0, block_reduction - step.block * step.is_compiled)
+    none_yet = parts.get('gradients', 0) if micro_steps == 1 else 0
+    overlap = max(max(in_loss, begin) - none_yet, root_reduction) - parts['reduction'] - step.peak()
+    return parts | ({OVERLAP: overlap} if overlap else {})
 
 
-def gathered_of_blocks(config, model, shard_size):
+def peak_of_one_rank(model, step, gradients):
+    """
+    Bytes of gradients and activations together, if backward makes the ones while it frees the others: block by block,
+    so the peak is in the loss, in the backward of the last block or of the first, or at the gradient of the embedding.
+    """
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {module.weight for module in model.modules() if isinstance(module, nn.Linear)}  # not those of a tied head
+    by_the_loss = [parameter for parameter in root_parameters(model) if parameter not in tables]
+    last = step.kept + step.backward + FP32 * count(trained_of(by_the_loss))
+    of_block = FP32 * count(trained_of(model.blocks[0].parameters()))
+    first = last + (len(model.blocks) - 1) * (of_block - step.block)
+    return max(step.kept + step.loss, last, first, gradients + step.end)
+
+
+def gathered_of_blocks(config, model, shard_size, in_loss=False):
     """
     Bytes of the blocks that are whole at the same time: the unit that computes (below stage 3, all units), and the flat
     buffers in which the next ones arrive. fully_shard also holds the unit after the next. Experts that ranks share are
     separate units, of one block each under fully_shard; they need no buffer if no other rank holds the same ones.
+    in_loss: while the loss computes, when no unit arrives, and fully_shard has freed the last one.
     """
     is_manual, n_layer, nbytes = config['fsdp_impl'] == 'manual', len(model.blocks), 0
     for are_experts, parameters in dense_and_experts(model.blocks[0].parameters()):
@@ -149,6 +172,8 @@ def gathered_of_blocks(config, model, shard_size):
         if are_experts and pieces(parameters[0], shard_size) == 1:
             buffers = 0
         blocks = buffers + (unit if config['zero_stage'] == 3 else n_layer)
+        if in_loss:
+            blocks -= buffers + (unit if config['zero_stage'] == 3 and not is_manual else 0)
         nbytes += min(blocks, n_layer + 1) * gathered_bytes(parameters, BYTES[config['dtype']])
     return nbytes
 
@@ -185,19 +210,17 @@ def stage_memory(config, model, world_size, stage):
     moments_held = moment_bytes(config, model, parameters=[*in_blocks, *at_ends])
     in_blocks, at_ends = count(in_blocks), count(at_ends)
     held = in_blocks + at_ends
-    # The bytes of one block are the difference between models of two blocks and of one. (With 'offload' the inputs of
-    # the last two blocks stay on the GPU, so there it is three and two.) The remainder belongs to embedding and head.
-    first = 2 if config['activation_checkpointing'] == 'offload' else 1
-    few, more = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (first, first + 1))
-    block_activations = more['activations'] - few['activations']
+    # What a model of two blocks needs beyond them belongs to embedding and head. (With 'offload' the inputs of the last
+    # two blocks stay on the GPU, so there it is three.)
+    few = 3 if config['activation_checkpointing'] == 'offload' else 2
+    step = micro_step({**config, 'n_layer': few}, 'pipeline')
     warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
     in_flight = min(warm_up + 1, chunks * micro_steps)
-    part_activations = largest_part * block_activations + message_bytes(config)
-    activations = in_flight * part_activations + max(0, few['activations'] - first * block_activations)
-    logits = few['logits'] if stage == stages - 1 else 0
+    part_activations = largest_part * step.block + message_bytes(config)
+    activations = in_flight * part_activations + max(0, step.peak() - step.loss - few * step.block)
+    logits = step.loss if stage == stages - 1 else 0
     reduction = max(at_ends, count(model.blocks[0].parameters())) if copies > 1 else at_ends * (stages > 1)
-    block_on_host = {part: more[part] - few[part] for part in few if part.startswith('host')}
-    on_host = {part: in_flight * largest_part * size for part, size in block_on_host.items()}
+    in_blocks_on_host = in_flight * largest_part * step.block_on_host
     parts = {
         'weights': FP32 * held,
         'gradients': FP32 * held,
@@ -206,8 +229,9 @@ def stage_memory(config, model, world_size, stage):
         'activations': activations,
         'logits': logits,
         'reduction': max(0, FP32 * reduction - activations - logits),
-        **on_host,
     }
+    parts |= {'workspace': step.workspace} if step.workspace else {}
+    parts |= {'host activations': in_blocks_on_host} if in_blocks_on_host else {}
     return parts | ({'travelling': travelling_bytes(config)} if config.get('tensor_parallel', 1) > 1 else {})
 
 

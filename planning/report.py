@@ -10,6 +10,7 @@ import math
 
 import meshes
 from optim import UPDATES
+from planning.activations import micro_step
 from planning.memory import memory_bytes, moments, stage_memory, totals
 from planning.rules import rule_rows
 from planning.sizes import FP32, counts_of, empty_model, part_of_rank, rows_of_experts
@@ -62,7 +63,9 @@ def dry_run(config, shape, world_size, strategy='ddp'):
         held['activations'] = 'not known: this model does not run without data'
     held |= {part: f'{size / 1e9:.3f}' for part, size in totals(memory).items()}
     dtypes = config['dtype'] + (f' and {config["matmul_dtype"]}' if config.get('matmul_dtype') else '')
-    run_in_words = f'{strategy}, {counted(world_size, "rank")}, {dtypes}, device={config["device"].partition(":")[0]}'
+    blocks = 'compiled' if micro_step(config, strategy).is_compiled else 'uncompiled'
+    device = config['device'].partition(':')[0]
+    run_in_words = f'{strategy}, {counted(world_size, "rank")}, {dtypes}, device={device}, {blocks}'
     lines += section(f'memory per rank at the peak of a step, in GB ({run_in_words})', held)
     if stages:
         sent = columns([stage_traffic(config, part, world_size, stage) for stage in stages])

@@ -637,7 +637,10 @@ def initialise(model, run, device=None):
     if run.pretrained and not run.config.native:
         finetune.load(model, run.pretrained, run.config.seed)  # every rank reads the rows that it keeps
         return
-    for name, parameter in model.named_parameters():
+    parameters = {(name, parameter): parameter.nbytes for name, parameter in model.named_parameters()}
+    if run.pretrained:
+        parameters = processes.progress(f'loading {run.config.init_from}', parameters)
+    for name, parameter in parameters:
         value = model.initial_value(name, parameter, run.config.seed, run.device)
         if isinstance(parameter, DTensor):
             # Every rank has computed the whole value and keeps only its slice, which needs no communication.

@@ -341,7 +341,7 @@ class Watchdog:
 def record_flights(out_dir):
     """Have NCCL record its last collectives, and write the record into out_dir when one of them times out. Call it
     before the process group is made."""
-    os.environ.setdefault('TORCH_NCCL_TRACE_BUFFER_SIZE', '2000')  # torch 2.11
-    os.environ.setdefault('TORCH_FR_BUFFER_SIZE', '2000')  # its name from 2.12 on
+    # torch 2.11 to 2.15 know these names; the older TORCH_NCCL_TRACE_BUFFER_SIZE warns, even beside the new one.
+    os.environ.setdefault('TORCH_FR_BUFFER_SIZE', '2000')
+    os.environ.setdefault('TORCH_FR_DUMP_TEMP_FILE', os.path.join(os.path.abspath(out_dir), 'flight_recorder_'))
     os.environ.setdefault('TORCH_NCCL_DUMP_ON_TIMEOUT', '1')
-    os.environ.setdefault('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', os.path.join(os.path.abspath(out_dir), 'flight_recorder_'))

@@ -6,6 +6,7 @@ A number that is not finite is written as 'nan', 'inf' or '-inf', a string, whic
 
 import contextlib
 import json
+import logging
 import math
 import os
 import platform
@@ -228,6 +229,23 @@ def write_config(path, config, flops_per_token):
     about |= {} if flops_per_token is None else {'flops_per_token': flops_per_token}
     about['versions'] = {'python': platform.python_version(), 'torch': torch.__version__}
     write_file(path, json.dumps({**about, 'config': config}, indent=1) + '\n')
+
+
+def say_when_compiling_ends(say):
+    """Let torch.compile's warning of a function that has been compiled too often be one line of the log."""
+
+    def in_our_words(record):
+        if 'hit config.' not in str(record.msg):
+            return True
+        limit, times, function, *_ = record.args
+        say(
+            f'WARNING: compile: {function} was compiled {times} times, each time for other inputs, and is computed '
+            f'uncompiled from here on where they differ again, more slowly ({limit}): TORCH_LOGS=recompiles says what '
+            'differs, --compile=False is without it'
+        )
+        return False
+
+    logging.getLogger('torch._dynamo.convert_frame').addFilter(in_our_words)
 
 
 def header(config):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from runtime import PHASES
+from runtime import PHASES, PROFILED_STEP
 
 # Dense bfloat16 FLOP/s (NVIDIA's data sheets). The PCIe and NVL boards of the H100 are slower, so they are not matched.
 PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}
@@ -27,7 +27,6 @@ PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}
 # costs that are not counted, such as ranks that wait for one which is still reading its profile.
 PROFILING_SHARE = 0.005
 STEPS_BEFORE_PROFILING = 5  # compilation, first allocations, DDP's new buckets after its first step
-PROFILED_STEP = 'telemetry: profiled step'
 
 
 class HostEvent:
@@ -61,7 +60,8 @@ class Meter:
     group: process group of the ranks that make these calls together; None = all (the replicas of DiLoCo have one each).
     beat: called with the name of each phase as it begins.
     trace_step: a trace of this step, counted from here, is written on every rank as out_dir/trace_rank0.json and so on,
-        for chrome://tracing or ui.perfetto.dev. Below 1: no step is traced.
+        for chrome://tracing or ui.perfetto.dev. Below 1: no step is traced. The step before it is in the trace as well:
+        profiling begins with an empty queue, so a GPU waits for the host in the first step, as it does in no other.
 
     The clock runs from begin_step() to end_step(), so evaluations and checkpoints between two steps do not count.
     From time to time a step is profiled (see communication_milliseconds()). Because this makes it slower, it is left
@@ -102,8 +102,11 @@ class Meter:
 
     def begin_step(self):
         """Start the clock of an optimizer step, and on some steps the profiler. Call mark() right after this."""
-        if self._profile_next or self._steps + 1 == self._trace_step:
+        if not self._profiler and (self._profile_next or self._trace_step - self._steps in (1, 2)):
             self._start_profiler()
+        if self._profiler:
+            self._profiled_step = torch.autograd.profiler.record_function(PROFILED_STEP)
+            self._profiled_step.__enter__()
         self._count_sent(-1)
         self._begin, self._marks = self._event(), []
 
@@ -118,7 +121,9 @@ class Meter:
         self._unread.append(Step(self._begin, self._marks, self._event(), self._profiler is not None, count=1))
         self._steps += 1
         self._count_sent(1)
-        if self._profiler:
+        if self._profiler and self._trace_step - self._steps == 1:
+            self._profiled_step.__exit__(None, None, None)  # and the next step is the one to trace
+        elif self._profiler:
             self._stop_profiler()
         # Read the steps that the device has finished, without waiting for others, so that few events accumulate.
         while self._unread and self._unread[0].end.query():
@@ -172,7 +177,7 @@ class Meter:
         if ordinary['steps']:
             self._mean_step = ordinary['total'] / ordinary['steps']
         if profiled['steps']:
-            self.profiling_seconds += max(0.0, profiled['total'] - self._mean_step) / 1000
+            self.profiling_seconds += max(0.0, profiled['total'] - profiled['steps'] * self._mean_step) / 1000
 
         row = {}
         steps = ordinary if ordinary['steps'] else profiled
@@ -237,8 +242,7 @@ class Meter:
 
     def _start_profiler(self):
         """Start recording. The ranks begin together: one that starts late would make a collective look slow."""
-        self._profile_next = False
-        self._synchronize()  # the GPU runs behind the host, and the profile should hold only this step's kernels
+        self._synchronize()  # the GPU runs behind the host, and the profile should hold no earlier kernels
         os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # torch 2.13 writes two lines to stderr per profile otherwise
         start = time.perf_counter()
         # Not torch.profiler: starting that one imports the compiler, 1 to 6 seconds (torch 2.13).
@@ -246,8 +250,6 @@ class Meter:
         self._profiler.__enter__()
         dist.all_reduce(torch.zeros(1), group=self._group)
         self.profiling_seconds += time.perf_counter() - start
-        self._profiled_step = torch.autograd.profiler.record_function(PROFILED_STEP)
-        self._profiled_step.__enter__()
 
     def _stop_profiler(self):
         """Stop recording and read the communication times out of it."""
@@ -255,13 +257,15 @@ class Meter:
         start = time.perf_counter()
         self._profiled_step.__exit__(None, None, None)
         self._profiler.__exit__(None, None, None)
-        comm, exposed = communication_milliseconds(recorded_activities(self._profiler))
+        activities = recorded_activities(self._profiler)
+        steps = sum(one.name == PROFILED_STEP for one in activities)
+        comm, exposed = (milliseconds / steps for milliseconds in communication_milliseconds(activities))
         if self._world_size > 1:
             self._next_row |= {'time/comm': round(comm, 4), 'time/comm_exposed': round(exposed, 4)}
         self.profiling_seconds += time.perf_counter() - start
         if self._steps == self._trace_step:
             self._profiler.export_chrome_trace(os.path.join(self._out_dir, f'trace_rank{dist.get_rank()}.json'))
-        self._profiler = self._profiled_step = None
+        self._profiler, self._profile_next = None, False
 
 
 # --- COMMUNICATION ----------------------------------------------------------------------------------------------------
@@ -271,16 +275,18 @@ Activity = namedtuple('Activity', 'name start end thread')
 
 
 def recorded_activities(profiler):
-    """The Activities of the profiled step."""
+    """The Activities of the profiled step, or of the two of a trace."""
     activities = []
     for event in profiler.kineto_results.events():
         on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA
         if not (on_gpu and event.is_user_annotation()):  # those are labels that the host has laid over kernels
             thread = None if on_gpu else event.start_thread_id()
             activities.append(Activity(event.name(), event.start_ns(), event.end_ns(), thread))
-    step = next(activity for activity in activities if activity.name == PROFILED_STEP)
-    # The step began after a barrier. Work that goes on beyond its end (an overlapped exchange) counts up to that end.
-    return [one._replace(end=min(one.end, step.end)) for one in activities if step.start <= one.start <= step.end]
+    steps = [one for one in activities if one.name == PROFILED_STEP]
+    # The first began after a barrier. Work that goes on beyond the last (an overlapped exchange) counts up to its end.
+    end = max(step.end for step in steps)
+    within = [one for one in activities if any(step.start <= one.start <= step.end for step in steps)]
+    return [one._replace(end=min(one.end, end)) for one in within]
 
 
 def communication_milliseconds(activities):

@@ -12,9 +12,11 @@ import signal
 import socket
 import struct
 import sys
+import time
 from datetime import timedelta
 
 PATIENCE_S = 7200  # for ranks that wait while others hash a checkpoint or rank 0 reads a model: TBs over NFS take hours
+BAR_AFTER_S, LINE_EVERY_S = 3, 10  # see progress()
 # Variables in which launchers other than torchrun say how many copies of a command they have started: srun, Open MPI,
 # MPICH and Intel MPI.
 COPIES = {'srun': 'SLURM_STEP_NUM_TASKS', 'mpirun': 'OMPI_COMM_WORLD_SIZE', 'mpiexec': 'PMI_SIZE'}
@@ -115,6 +117,26 @@ def on_rank_0(decide, *arguments, patience_s=None):
     if outcome[1] is not None:
         raise error or outcome[1]
     return outcome[0]
+
+
+def progress(what, sizes):
+    """
+    Iterate over the keys of `sizes`, {key: bytes}, and show on rank 0 how many of the bytes are done: on a terminal by
+    a bar, elsewhere, as in the log of a Slurm job, by a line now and then. Short work shows nothing.
+    """
+    from tqdm import tqdm
+
+    is_shown = os.environ.get('RANK', '0') == '0'
+    total, done, said = sum(sizes.values()), 0, time.monotonic()
+    options = {'unit': 'B', 'unit_scale': True, 'delay': BAR_AFTER_S, 'leave': False}
+    with tqdm(desc=what, total=total, disable=None if is_shown else True, **options) as bar:
+        for key, size in sizes.items():
+            yield key
+            done += size
+            bar.update(size)
+            if is_shown and bar.disable and time.monotonic() - said >= LINE_EVERY_S:
+                said = time.monotonic()
+                print(f'{time.strftime("%H:%M:%S")} {what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB', flush=True)
 
 
 def for_other_ranks(error):

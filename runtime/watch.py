@@ -29,7 +29,7 @@ from huggingface import finetune, native
 from model import router_metrics
 from runtime import checkpoint, health, processes, stopping
 from runtime.best import Best
-from runtime.log import Log
+from runtime.log import Log, say_when_compiling_ends
 from runtime.meter import Meter
 
 
@@ -59,6 +59,8 @@ class Watch:
         self.log = Log(config.out_dir, run.rank, log_from, config.max_iters, vars(config), run.explicit, flops)
         self.say = self.log.say
         self.say('\n'.join(run.notes))
+        if config.compile:
+            say_when_compiling_ends(self.say)
         counts, ranks = run.parameter_counts, f'{run.world_size} x {run.device.type}'
         active = f', {counts["active"]:,} for each token' if 'active' in counts else ''
         self.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained{active}; {ranks}')

@@ -42,6 +42,7 @@ numerics=(
     tests/test_diloco.py::test_every_step_without_momentum_is_data_parallel_sgd
     tests/test_optim.py
     tests/test_model.py
+    tests/test_on_cuda.py
     tests/evaluation/test_in_run.py::test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks
 )
 export OMP_NUM_THREADS=1 PET_LOCAL_ADDR=127.0.0.1 # as in run.sh

@@ -1,16 +1,24 @@
 """
 Which lines of the code run only on CUDA, and which of them do tests run even where there is no GPU?
 
-    python tests/cuda_lines.py          # each line, whether a test runs it under a fake device, and how many there are
+    python tests/cuda_lines.py          # each line, what runs it here, and how many there are
+
+    contract    the stand-ins of on_cuda.py, which refuse what the real kernels refuse, and compute their numbers
+    fake        a device that keeps books (the streams of streams.py), has shapes alone (meta), or a patched function
+    -           nothing: docs/gpu.md has the reason for each
 
 A line counts as CUDA's alone if it is in a branch that asks for CUDA (on_cuda, is_cuda, device.type == 'cuda', a stream
 that a CPU lacks), or if it names what only CUDA has: streams, events, page-locked memory, NCCL. Traced are the tests
-that put something in place of a GPU: streams.Checker, the device 'meta', fake tensors, patched functions of torch.cuda.
+that put something in place of a GPU, and the scripts that they start in other processes (many_runs.py).
 """
 
 import ast
+import contextlib
+import json
+import os
 import re
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -28,13 +36,15 @@ NAMES = re.compile(
     r'torch\.cuda\.|record_event|wait_event|wait_stream|synchronize\(|\.query\(|elapsed_time|pin_memory|'
     r"non_blocking|ProcessGroupNCCL|device='cuda'|record_stream"
 )
+FOLDER = 'CUDA_LINES_TO'  # the environment variable by which many_runs.py learns that it is to trace, and where
 TESTS = """
     tests/test_streams.py tests/test_syncs.py tests/test_diloco.py tests/exchange/test_codec.py
     tests/runtime/test_processes.py tests/runtime/test_peak.py tests/runtime/test_meter.py tests/runtime/test_errors.py
-    tests/runtime/test_offload.py
-    tests/test_context_manual.py::test_the_kernels_of_a_gpu_take_what_they_are_given_and_return_its_shapes
+    tests/runtime/test_offload.py tests/test_on_cuda.py
+    tests/test_context_manual.py::test_the_kernels_of_a_gpu_compute_a_tile
     tests/test_context_manual.py::test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_nothing
     tests/test_model.py::test_on_a_gpu_documents_in_half_precision_need_no_mask
+    tests/test_model.py::test_a_card_before_ampere_gets_a_mask
     tests/test_optim.py::test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike
     tests/test_compile.py::test_on_a_gpu_the_loss_is_one_graph_and_the_same_number
     tests/runtime/test_batches.py::test_replicas_must_divide_the_ranks
@@ -82,41 +92,70 @@ def cuda_lines(path):
     return found
 
 
-def run_and_trace(arguments):
-    """{file: lines that ran} while pytest runs in this process."""
-    import pytest
+@contextlib.contextmanager
+def tracing(ran):
+    """Add to `ran`, {kind: set of (file, line)}, what runs in all threads."""
+    import on_cuda
 
-    wanted, ran = {str(path) for path in FILES}, {}
+    wanted = {str(path) for path in FILES}
 
     def trace_lines(frame, event, argument):
         if event == 'line':
-            ran.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
+            ran['contract' if on_cuda.active else 'fake'].add((frame.f_code.co_filename, frame.f_lineno))
         return trace_lines
 
     def trace(frame, event, argument):
         return trace_lines if frame.f_code.co_filename in wanted else None
 
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+
+
+@contextlib.contextmanager
+def tracing_into(folder):
+    """tracing(), in a process that a test has started: what runs is written into a file of this folder."""
+    ran = {'contract': set(), 'fake': set()}
+    with tracing(ran):
+        yield
+    file, path = tempfile.mkstemp(dir=folder)
+    with os.fdopen(file, 'w') as opened:
+        json.dump({'contract': sorted(ran['contract'])}, opened)  # a script on a CPU runs no other lines of CUDA
+
+
+def run_and_trace(arguments):
+    """{kind: set of (file, line)} while pytest runs in this process, and of the processes that it starts."""
+    import pytest
+
+    ran = {'contract': set(), 'fake': set()}
+
     class Plugin:
+        @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_call(self):
-            threading.settrace(trace)
-            sys.settrace(trace)
+            with tracing(ran):
+                yield
 
-        def pytest_runtest_teardown(self):
-            sys.settrace(None)
-            threading.settrace(None)
-
-    pytest.main(arguments, plugins=[Plugin()])
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOLDER] = folder
+        pytest.main(arguments, plugins=[Plugin()])
+        for path in Path(folder).iterdir():
+            for kind, lines in json.loads(path.read_text()).items():
+                ran[kind] |= {tuple(line) for line in lines}
     return ran
 
 
 if __name__ == '__main__':
     # Without tests that take a line out of a file on purpose, after which all following lines have other numbers.
-    more = sys.argv[1:] or ['-k', 'not without_a_wait and not would_have and not reads_nothing']
+    more = sys.argv[1:] or ['-m', 'not slow', '-k', 'not without_a_wait and not would_have and not reads_nothing']
     ran = run_and_trace(['-q', '-p', 'no:cacheprovider', *[str(REPO / test) for test in TESTS], *more])
-    total = run = 0
+    counts = {'contract': 0, 'fake': 0, '-': 0}
     for path in sorted(FILES):
         for number, text in sorted(cuda_lines(path).items()):
-            is_run = number in ran.get(str(path), ())
-            total, run = total + 1, run + is_run
-            print(f'{"run" if is_run else "-  "} {path.relative_to(REPO)}:{number} {text}')
-    print(f'{total} lines that only CUDA runs, {run} of them run here')
+            kind = next((kind for kind in ran if (str(path), number) in ran[kind]), '-')
+            counts[kind] += 1
+            print(f'{kind:8} {path.relative_to(REPO)}:{number} {text}')
+    print(f'{sum(counts.values())} lines that only CUDA runs: {counts}')

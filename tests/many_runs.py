@@ -10,6 +10,8 @@ ended. More keys of a case, all of them optional:
     "watch": true                        counts how often the run issues which collective
     "reads": true                        runs the script as a host that runs ahead of its GPU, and counts how often each
                                          rank reads a tensor from the first step on, and at which lines
+    "on_cuda": true                      lets the model compute by the branches and the kernels of a GPU (on_cuda.py)
+    "may_fail": true                     on one rank: an error ends this run alone, and is its result ("error")
     "save_again": {CHECKPOINT: FOLDER}   after the run, loads each of these checkpoints and saves it into that folder
 
 And for runs of model.py's GPT:
@@ -32,19 +34,24 @@ import sys
 import traceback
 from unittest import mock
 
+import cuda_lines
 import torch
 import torch.distributed as dist
 from launch import free_ports
+from on_cuda import model_on_cuda
 from precision import gap_of_choice, in_float64
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+FLOAT32 = torch.float32
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, HERE)
 
 import optim
+from huggingface import finetune
+from huggingface.files import Weights
 from model import GPT, Router
 from runtime import begin, checkpoint, health, processes
 from runtime.meter import Meter
@@ -161,6 +168,22 @@ def beginning_with(path, gaps):
         yield
 
 
+def has_experts(model):
+    """In place of finetune.has_uneven_experts() in in_float64(), which grouped_mm does not take."""
+    return any('.experts.' in name for name, _ in model.named_parameters())
+
+
+def as_stored(read):
+    """A function that reads files, for in_float64(): the library for them looks up what torch.float32 is."""
+
+    @functools.wraps(read)
+    def call(*args):
+        with mock.patch.object(torch, 'float32', FLOAT32):
+            return read(*args)
+
+    return call
+
+
 def local_bytes(tensors):
     """Bytes that this rank holds of these tensors; a DTensor counts with this rank's shard."""
     local = [tensor.to_local() if hasattr(tensor, 'to_local') else tensor for tensor in tensors]
@@ -188,8 +211,15 @@ def run(case, number):
             stack.enter_context(counter)
         if case.get('reads'):
             stack.enter_context(running_ahead(reads))
+        if case.get('on_cuda'):
+            stack.enter_context(model_on_cuda(GPT, finetune.ForTraining))
+            if folder := os.environ.get(cuda_lines.FOLDER):
+                stack.enter_context(cuda_lines.tracing_into(folder))
         if case.get('float64'):
             stack.enter_context(in_float64())
+            for place, name in ((Weights, 'read'), (finetune, 'whole_model')):
+                stack.enter_context(mock.patch.object(place, name, as_stored(getattr(place, name))))
+            stack.enter_context(mock.patch.object(finetune, 'has_uneven_experts', has_experts))
         if case.get('start'):
             stack.enter_context(beginning_with(case['start'], gaps))
         if case.get('gradients'):
@@ -235,6 +265,10 @@ if __name__ == '__main__':
             print(f'--- {case["name"]}', flush=True)
         try:
             results[case['name']] = run(case, number)
+        except (Exception, SystemExit):
+            if not case.get('may_fail'):
+                raise
+            results[case['name']] = {'error': traceback.format_exc()}
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -43,6 +43,8 @@ OF_64 = {
     'qwen2_64': ('Qwen2Config', SIZES_OF_64 | {'tie_word_embeddings': True}),
     'gemma_64': ('GemmaConfig', SIZES_OF_64 | {'head_dim': 16}),
     'gpt2_64': ('GPT2Config', GPT2 | {'n_embd': 64}),
+    'mistral_64': ('MistralConfig', SIZES_OF_64 | {'sliding_window': 8}),
+    'gemma2_64': ('Gemma2Config', SIZES_OF_64 | SOFT_CAPS | {'head_dim': 16}),
     'mixtral_64': ('MixtralConfig', SIZES_OF_64 | EXPERTS | {'sliding_window': 8}),
 }
 
@@ -54,7 +56,7 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
 
     name, sizes = (MODELS | MORE_MODELS | STATE_SPACE | OF_64)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
-    config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes, **changes)
+    config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes | changes)
     torch.manual_seed(len(kind))
     transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}

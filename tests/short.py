@@ -5,6 +5,10 @@ A test file that starts many runs for many tests has a list SHORT of the runs th
 fixture has_slow_tests of conftest.py whether to start the others.
 """
 
+import itertools
+import math
+import random
+
 import pytest
 
 
@@ -20,3 +24,17 @@ def slow_but(short, cases, name_of=None):
         name = name_of(*values) if name_of else values[0]
         found.append(pytest.param(*values, marks=() if name in short else pytest.mark.slow))
     return found
+
+
+def covering(cases, n):
+    """Some of the cases, among which there is every combination of n values that any of them has; always the same."""
+    values = {
+        case: {*itertools.combinations(enumerate(case), n)} for case in random.Random(0).sample(cases, len(cases))
+    }
+    missing, chosen = set().union(*values.values()), []
+    for at_least in range(math.comb(len(cases[0]), n), 0, -1):
+        for case, of_case in values.items():
+            if len(of_case & missing) >= at_least:
+                chosen.append(case)
+                missing -= of_case
+    return chosen

@@ -1,11 +1,15 @@
 """All blocks of a model share one graph for training and one for evaluation, and nothing is compiled again later."""
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_cuda import attention_kernels
+from pretrained import save_model
+from short import covering, slow_but
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,8 +20,9 @@ import diloco
 import float8
 import fsdp_manual
 import model as model_module
+from huggingface import finetune, lora
 from model import GPT, ModelConfig
-from runtime import begin
+from runtime import begin, log, offload
 
 SHAPE = dict(n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8)
 EXPERTS = dict(n_experts=4, experts_per_token=2, expert_hidden_dim=16)
@@ -159,3 +164,60 @@ def test_on_a_gpu_the_loss_is_one_graph_and_the_same_number(monkeypatch, on_cuda
     one_rounding = torch.finfo(torch.float32).eps * losses[0] if on_cuda else 0
     assert abs(losses[3] - losses[0]) <= tokens.numel() * one_rounding
     assert counter.frame_count == 1 + on_cuda  # one for all blocks, one for the loss
+
+
+AXES = {
+    'model': ['llama_64', 'mistral_64', 'gemma2_64', 'gpt2_64'],
+    'strategy': ['ddp', 'fsdp', 'manual'],
+    'trained': ['all', 'float32', 'bfloat16', 'nf4'],  # all weights, or LoRA beside a base that is stored so
+    'mode': ['none', 'selective', 'full', 'offload'],
+    'rows': ['plain', 'packed'],
+}
+FINE_TUNED = [*itertools.product(*AXES.values())]
+FINE_TUNED = [*dict.fromkeys([*covering(FINE_TUNED, 1), *covering(FINE_TUNED, 2)])]
+SHORT = [', '.join(case) for case in covering(FINE_TUNED, 1)]
+
+
+@pytest.mark.parametrize(tuple(AXES), slow_but(SHORT, FINE_TUNED, lambda *case: ', '.join(case)))
+def test_twelve_blocks_of_a_hugging_face_class_share_two_graphs(
+    ranks, tmp_path, monkeypatch, model, strategy, trained, mode, rows
+):
+    """Whatever is trained, stored and recomputed, and also where the first block's input needs no gradient."""
+    layers = {'n_layer': 12} if model.startswith('gpt2') else {'num_hidden_layers': 12}
+    keys = {} if trained == 'all' else {'lora_rank': 4, 'frozen_dtype': trained}
+    folder = save_model(tmp_path, model, torch.bfloat16, **layers)
+    raw_model = finetune.for_training(finetune.Pretrained(folder, 32, **keys), torch.bfloat16)
+    if strategy == 'ddp':
+        lora.compute_from_stored(raw_model)
+    offload.checkpoint_activations(raw_model, mode)
+    counter = CompileCounterWithBackend('eager')
+    for block in raw_model.blocks:
+        block.forward = torch.compile(block.forward, backend=counter)
+    wrapped = wrap(raw_model, strategy)
+    # Rows of several documents as a GPU computes them: without a mask, which would be an input of every block.
+    monkeypatch.setattr(model_module, 'has_flash_attention', lambda *_: True)
+    tokens, starts = torch.randint(250, (2, 32)), [torch.tensor([[0, 9, 32], [0, 32, 32]])] * (rows == 'packed')
+    attention_kernels()
+    for _ in range(2):
+        wrapped(tokens, tokens, *starts)[0].backward()
+        wrapped.eval()
+        with torch.no_grad():
+            wrapped(tokens, tokens, *starts)
+        wrapped.train()
+    assert counter.frame_count == 2
+
+
+def test_a_function_that_is_compiled_too_often_is_one_line_of_the_log():
+    lines = []
+    log.say_when_compiling_ends(lines.append)
+
+    def times(x, factor):
+        return x * factor
+
+    compiled = torch.compile(times, backend='eager', dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        results = [compiled(torch.ones(2), factor).sum().item() for factor in range(1, 9)]
+    torch._dynamo.reset()
+    assert results == [2 * factor for factor in range(1, 9)]
+    (line,) = lines
+    assert line.startswith("WARNING: compile: 'times' (") and '--compile=False' in line

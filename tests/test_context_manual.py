@@ -3,6 +3,7 @@
 The ranks run all cases once and return what each of them saw, and the tests look at that.
 """
 
+import contextlib
 import json
 import re
 import signal
@@ -23,8 +24,9 @@ from launch import (
     run_function,
     run_many,
 )
+from on_cuda import on_cuda
 from outputs import column, complete, last_step, tensors_of
-from precision import TIMES, assert_same_run, in_float64, times_further
+from precision import TIMES, assert_as_close_to_float64, assert_same_run, in_float64, times_further
 from pretrained import POSITIONS, save_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -193,7 +195,7 @@ def exact(impl, packed, model):
     batch = [torch.arange(T).repeat(BATCH, 1)] * 2 + [torch.tensor(STARTS)] * packed
     mask = torch.ones(T, T).bool().tril()
     if packed:
-        mask = layout_of_documents(torch.tensor(STARTS), T, torch.float32, dropout=0.0).mask
+        mask = layout_of_documents(torch.tensor(STARTS), T, torch.float32, dropout=0.0, head_dim=8).mask
     expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     mine, _, _, layout = context.part(batch)
     mine = mine[0]
@@ -508,13 +510,20 @@ def test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_not
     assert layout.positions.is_meta and layout.documents.tolist() == [[0, 5, 16], [0, 16, 16]]
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
-def test_the_kernels_of_a_gpu_take_what_they_are_given_and_return_its_shapes(dtype):
-    """On the device 'meta' kernels check arguments and return shapes; only their numbers need a GPU."""
-    B, H, K, T, D = 2, 4, 2, 24, 16
-    q, grad = (torch.empty(B, H, T, D, dtype=dtype, device='meta') for _ in range(2))
-    k, v = (torch.empty(B, K, T + 8, D, dtype=dtype, device='meta') for _ in range(2))
-    out, lse = context_manual.forward_kernel(q, k, v, False, 0.25)
-    gradients = context_manual.backward_kernel(grad, q, out, lse, k, v, False, 0.25)
-    assert out.shape == q.shape and lse.shape == q.shape[:3] and out.is_meta
-    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in (q, k, v)]
+@pytest.mark.parametrize('causal', [False, True])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernels_of_a_gpu_compute_a_tile(dtype, causal):
+    """Results and gradients, beside float64 and a CPU's kernel."""
+    B, H, K, T, D, scale = 2, 4, 2, 24, 16, 0.25
+    generator = torch.Generator().manual_seed(0)
+    q, grad = (torch.randn(B, H, T, D, generator=generator).to(dtype) for _ in range(2))
+    k, v = (torch.randn(B, K, T if causal else T + 8, D, generator=generator).to(dtype) for _ in range(2))
+    k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (k, v))  # as projections leave them
+    found = []
+    for precision, context in ((dtype, on_cuda()), (dtype, contextlib.nullcontext()), (torch.float64, in_float64())):
+        with context:
+            tensors = [tensor.to(precision) for tensor in (q, k, v, grad)]
+            out, lse = context_manual.forward_kernel(*tensors[:3], causal, scale)
+            gradients = context_manual.backward_kernel(tensors[3], tensors[0], out, lse, *tensors[1:3], causal, scale)
+        found.append(dict(zip(('out', 'lse', 'q', 'k', 'v'), (out, lse, *gradients), strict=True)))
+    assert_as_close_to_float64(*found)

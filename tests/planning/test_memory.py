@@ -1,5 +1,6 @@
 """Predicted memory and traffic beside those of real runs, exact counts, and what --dry_run prints."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -187,6 +188,20 @@ def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab
         assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
 
 
+@pytest.mark.parametrize('batch_size', [1, 8])  # the peak is at the end of backward, and at its beginning
+def test_gradients_of_one_rank_are_made_while_activations_are_freed(batch_size):
+    shape = shape_of('llama with grouped queries', block_size=64)
+    config = config_of(shape, batch_size=batch_size, global_batch_size=batch_size)
+    predicted = predicted_memory(config, shape.to_dict(), world_size=1)
+    model, tokens = GPT(shape), torch.zeros(batch_size, shape.block_size, dtype=torch.int64)
+    with PeakMemory() as memory:
+        memory.watch(model.parameters())
+        model(tokens, tokens)[0].backward()
+    together = sum(predicted.values()) - predicted['optimizer']  # which is made after the first step
+    assert together == pytest.approx(memory.peak, rel=0.1)
+    assert together - predicted['minus: not at the same moment'] > 1.1 * memory.peak
+
+
 @pytest.mark.slow
 def test_checkpointing_and_a_smaller_batch_are_predicted_to_help():
     shape = shape_of('llama with grouped queries')
@@ -217,7 +232,7 @@ def test_on_cuda_a_block_keeps_what_its_kernels_save(matmul_dtype):
     def kept_of(n_layer):
         shape = shape_of('llama with grouped queries', n_layer=n_layer)
         config = config_of(shape, dtype='bfloat16', device='cuda:0', matmul_dtype=matmul_dtype) | shape.to_dict()
-        return activations.activation_bytes(config, 'fsdp')['activations']
+        return activations.micro_step(config, 'fsdp').kept
 
     C, H, Q, K, hidden = 128, 4, 128, 64, 384  # Q = n_head x head_dim, K = n_kv_head x head_dim
     norms = 2 * (2 * C + 2 * C + 8)  # input and result; per token two fp32 numbers at most
@@ -443,24 +458,30 @@ def test_counts_and_flops_are_those_of_the_transformers_model(pretrained_of, nam
 def test_activations_of_a_transformers_model_are_predicted(pretrained_of, name, dtype, sharded, dropout):
     pretrained = pretrained_of(name, dropout=dropout)
     config = config_of(ModelConfig(**SIZES), dtype=dtype) | keys_of(pretrained)
-    predicted = activations.activation_bytes(config, 'fsdp' if sharded else 'ddp')
+    predicted = activations.micro_step(config, 'fsdp' if sharded else 'ddp').parts()
     measured = measure_step(model_of(pretrained, dtype, sharded), config)
-    assert sum(predicted.values()) == pytest.approx(measured['activations with logits'], rel=0.05)
+    assert predicted['activations'] + predicted['logits'] == pytest.approx(
+        measured['activations with logits'], rel=0.05
+    )
     if dtype == 'bfloat16':  # flash attention, and on CPUs fp32 within attention
-        on_gpu = activations.activation_bytes(config | {'device': 'cuda:0'}, 'fsdp' if sharded else 'ddp')
+        on_gpu = activations.micro_step(config | {'device': 'cuda:0'}, 'fsdp' if sharded else 'ddp').parts()
         assert on_gpu['activations'] <= predicted['activations']
 
 
 @pytest.mark.parametrize('kind', ['gemma2', 'mixtral'])
 def test_what_cannot_run_without_data_on_a_gpu_is_predicted_as_on_a_cpu_or_said_to_be_unknown(pretrained_of, kind):
-    config = config_of(ModelConfig(**SIZES), dtype='bfloat16', device='cuda:0') | keys_of(pretrained_of(kind))
+    config = config_of(ModelConfig(**SIZES), dtype='bfloat16', device='cuda:0', compile=kind == 'gemma2')
+    config |= keys_of(pretrained_of(kind))
+    printed = ' '.join(report.dry_run(config, {}, 1).split())
+    assert 'device=cuda, uncompiled)' in printed
+    on_gpu = activations.micro_step(config, 'ddp')
     if kind == 'gemma2':
-        assert activations.activation_bytes(config, 'ddp') == activations.activation_bytes(
-            config | {'device': 'cpu'}, 'ddp'
-        )
+        on_cpu = activations.micro_step(config | {'device': 'cpu'}, 'ddp')
+        assert on_cpu == dataclasses.replace(on_gpu, workspace=0)
     else:
-        assert activations.activation_bytes(config, 'fsdp') != {} == activations.activation_bytes(config, 'ddp')
-        assert 'activations not known' in ' '.join(report.dry_run(config, {}, 1).split())
+        assert activations.micro_step(config, 'fsdp') != activations.NOT_KNOWN == on_gpu
+        assert 'activations not known' in printed
+        assert activations.micro_step(config | {'compile': True}, 'ddp').is_compiled
 
 
 @pytest.mark.parametrize(
@@ -744,14 +765,14 @@ def test_the_report_names_every_part_with_its_numbers(strategy):
 
 
 def test_the_line_about_parts_that_do_not_peak_together_is_absent_where_all_do():
-    def printed(**changes):
-        shape = shape_of('gpt2', vocab_size=50304)
-        return report.dry_run(config_of(shape, **FSDP, **changes), shape.to_dict(), 4, 'fsdp')
+    def printed(strategy, ranks, **changes):
+        config = config_of(shape_of('gpt2'), **FSDP) | {'global_batch_size': 4 * ranks} | changes
+        return report.dry_run(config, shape_of('gpt2').to_dict(), ranks, strategy)
 
-    assert re.search(r'minus: not at the same moment +-\d', printed(global_batch_size=16))
-    small = shape_of('gpt2')  # its blocks have more parameters than its root, and micro-steps add up
-    text = report.dry_run(config_of(small, **FSDP), small.to_dict(), 4, 'fsdp')
-    assert 'reduction' in text and 'minus' not in text
+    assert re.search(r'minus: not at the same moment +-\d', printed('fsdp', 4))
+    assert re.search(r'minus: not at the same moment +-\d', printed('ddp', 1))
+    assert 'minus' not in printed('ddp', 4), 'the buckets of the all-reduce stay'
+    assert 'minus' not in printed('ddp', 1, global_batch_size=16), 'micro-steps add up'
 
 
 def test_the_report_names_the_layout_of_copies_that_are_sharded():

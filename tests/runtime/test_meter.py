@@ -1,5 +1,6 @@
 """meter.py: what the numbers mean, measured in real processes over gloo."""
 
+import json
 import os
 import subprocess
 import sys
@@ -309,6 +310,29 @@ def test_a_profiled_step_counts_only_where_there_is_no_other(clock, one_rank, tm
             row = meter.interval() if number % log_interval == 0 else None
         assert row['time/total'] == row['time/update'] == pytest.approx(milliseconds)
         assert row['tokens_per_sec'] == pytest.approx(100 / (milliseconds / MS), rel=1e-3)
+
+
+@pytest.mark.parametrize('trace_step, recorded', [(3, [2, 3]), (1, [1])])
+def test_a_trace_holds_the_step_and_the_one_before_and_their_mean_communication(
+    monkeypatch, one_rank, tmp_path, trace_step, recorded
+):
+    monkeypatch.setattr(meters, 'communication_milliseconds', lambda activities: (12, 6))
+    meter = Meter(CPU, 2, tokens_per_step=100, flops_per_token=1, trace_step=trace_step, out_dir=tmp_path)
+    rows = []
+    for number in range(1, 5):
+        meter.begin_step()
+        meter.mark('update')
+        with torch.autograd.profiler.record_function(f'work {number}'):
+            torch.ones(10).sum()
+        meter.end_step()
+        rows.append(meter.interval())
+    events = json.loads((tmp_path / 'trace_rank0.json').read_text())['traceEvents']
+    names = [event['name'] for event in sorted(events, key=lambda event: event.get('ts', 0)) if event.get('ph') == 'X']
+    assert [name for name in names if name.startswith('work')] == [f'work {number}' for number in recorded]
+    assert names.count(meters.PROFILED_STEP) == len(recorded)
+    found = [(row['time/comm'], row['time/comm_exposed']) if 'time/comm' in row else None for row in rows]
+    mean = (12 / len(recorded), 6 / len(recorded))
+    assert found == [mean if number == trace_step else None for number in range(1, 5)]
 
 
 def test_memory_held_counts_each_storage_once_and_in_full():

@@ -1,8 +1,13 @@
 """What a run finds out before it starts (its device, a compiler, the network), and one line if that cannot work."""
 
+import fcntl
 import os
+import pty
 import re
+import struct
+import subprocess
 import sys
+import termios
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from launch import REPO, TINY_MODEL, TINY_RUN, run_function, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_function, run_script
 from outputs import column
 
 import deepspeed_engine
@@ -29,6 +34,28 @@ def test_copies_of_a_script_that_do_not_know_of_each_other_are_refused(name, mon
     for number, variable in enumerate(processes.TORCHRUN_VARIABLES):  # of one torchrun per node, under srun
         monkeypatch.setenv(variable, str(number))
     assert processes.ranks_from_environment() == (0, 1, 2)
+
+
+def test_long_work_says_on_rank_0_how_far_it_is(monkeypatch, capsys):
+    sizes = {'large': 3 * 10**9, 'none': 0, 'small': 10**8}
+    monkeypatch.setattr(processes, 'LINE_EVERY_S', 0)
+    for rank, lines in (('0', ['3.0 of 3.1 GB', '3.0 of 3.1 GB', '3.1 of 3.1 GB']), ('1', [])):
+        monkeypatch.setenv('RANK', rank)
+        assert list(processes.progress('loading it', sizes)) == list(sizes)
+        shown = capsys.readouterr().out.splitlines()
+        assert [re.fullmatch(r'\d\d:\d\d:\d\d loading it: (.*)', line)[1] for line in shown] == lines
+
+
+def test_a_terminal_shows_a_bar(monkeypatch):
+    monkeypatch.setattr(processes, 'BAR_AFTER_S', 0)
+    terminal, its_end = pty.openpty()
+    os.set_blocking(terminal, False)
+    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack('4H', 24, 120, 0, 0))  # a bar wants columns
+    with open(its_end, 'w') as stderr:
+        monkeypatch.setattr(sys, 'stderr', stderr)
+        assert list(processes.progress('loading it', {'large': 3 * 10**9, 'small': 10**9})) == ['large', 'small']
+        shown = os.read(terminal, 1 << 16).decode()
+    assert re.match(r'\rloading it: +0%\| *\| 0.00/4.00G ', shown), shown
 
 
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
@@ -143,6 +170,26 @@ def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_w
     processes.configure_allocator()
     torch._C._accelerator_setAllocatorSettings(os.environ['PYTORCH_ALLOC_CONF'])  # raises for a name it does not know
     assert 'expandable_segments:True' in os.environ['PYTORCH_ALLOC_CONF']
+
+
+RECORD = """
+import json, sys, torch, torch.distributed as dist
+from runtime import health
+health.record_flights(sys.argv[1])
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(3):
+    dist.all_reduce(torch.ones(1))
+print(len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json())['entries']))
+"""
+
+
+@pytest.mark.parametrize('given, recorded', [({}, 3), ({'TORCH_FR_BUFFER_SIZE': '2'}, 2)])
+def test_collectives_are_recorded_under_names_that_this_torch_does_not_call_deprecated(tmp_path, given, recorded):
+    """Over gloo, which keeps the same record as NCCL."""
+    env = {name: value for name, value in environment().items() if not name.startswith(('TORCH_FR', 'TORCH_NCCL'))}
+    command = [sys.executable, '-c', RECORD, str(tmp_path)]
+    result = subprocess.run(command, cwd=REPO, env=env | given, capture_output=True, text=True)
+    assert result.stdout == f'{recorded}\n' and 'deprecated' not in result.stderr, result.stderr
 
 
 def test_the_interface_to_a_host_is_that_of_the_route():

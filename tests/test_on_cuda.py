@@ -1,0 +1,208 @@
+"""
+Two steps of every kind of run by the branches and the kernels that a GPU takes (on_cuda.py). Losses and norms of
+gradients are about as close to float64 as those of the same run by a CPU's branches.
+
+The table of COMBINATIONS has 1,860 cells. The short suite runs some that have every pair of values, --full some that
+have every three. LAYOUTS are runs beside the table, with several ranks or with layers that have kernels of their own.
+"""
+
+import itertools
+import math
+import random
+
+import pytest
+from launch import TINY_RUN, run_many, run_script
+from outputs import column
+from precision import FLOOR, FLOOR_IN_HALF, TIMES, error, times_further
+from pretrained import save_model, write_chats
+from short import covering, slow_but
+
+AXES = {
+    # model.py's own, a class, one with a sliding window, one that keeps its own attention (and caps its scores)
+    'model': ['gpt', 'llama_64', 'mistral_64', 'gemma2_64'],
+    'way': ['ddp', 'fsdp', 'manual', 'diloco', 'native'],
+    'dtype': ['float32', 'bfloat16', 'float16'],
+    'trained': ['all', 'lora', 'lora on bfloat16', 'lora on nf4'],
+    'checkpointing': ['none', 'selective', 'full', 'offload'],
+    'data': ['stream', 'documents', 'chats'],
+}
+WAYS = {
+    'ddp': ('train_ddp.py', []),
+    'fsdp': ('train_fsdp.py', []),
+    'manual': ('train_fsdp.py', ['--fsdp_impl=manual']),
+    'diloco': ('train_diloco.py', ['--inner_steps=2', '--num_replicas=1']),
+    'native': ('train_ddp.py', ['--native=True']),
+}
+TRAINED = {
+    'all': [],
+    'lora': ['--lora_rank=4', '--frozen_dtype=float32'],
+    'lora on bfloat16': ['--lora_rank=4', '--frozen_dtype=bfloat16'],
+    'lora on nf4': ['--lora_rank=4', '--frozen_dtype=nf4'],
+}
+DATA = {
+    'stream': ['--dataset=text'],
+    'documents': ['--dataset=text', '--windows=documents'],
+    'chats': ['--dataset=chats'],
+}
+EXPERTS = ['--arch=qwen3', '--n_experts=4', '--experts_per_token=2', '--expert_hidden_dim=32']
+ODD_HEADS = ['--n_head=3', '--n_kv_head=1', '--head_dim=10', '--global_batch_size=6']
+RING, MANUAL, PACKED = '--context_parallel=2', '--fsdp_impl=manual', '--windows=documents'
+LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of the layout)
+    'ring': (['gpt'], 2, ['train_fsdp.py', RING]),
+    'ring, packed': (['llama_64', PACKED], 2, ['train_fsdp.py', RING, MANUAL]),
+    'ring, full': (['llama_64'], 2, ['train_fsdp.py', RING, '--activation_checkpointing=full']),
+    'gather, packed': (['gpt', PACKED], 2, ['train_fsdp.py', RING, '--context_impl=gather']),
+    'ddp on 2': (['llama_64', PACKED], 2, ['train_ddp.py']),
+    'pipeline': (['gpt', PACKED], 2, ['train_pipeline.py', '--pipeline_stages=2', '--batch_size=1']),
+    'experts': (['gpt', *EXPERTS], 1, ['train_ddp.py']),
+    'experts, packed': (
+        ['gpt', *EXPERTS, PACKED],
+        2,
+        ['train_fsdp.py', MANUAL, '--activation_checkpointing=selective'],
+    ),
+    'experts, parallel': (['gpt', *EXPERTS], 2, ['train_fsdp.py', '--expert_parallel=2']),
+    # slices of 3 ranks that end at no multiple of 16 bytes
+    'experts, odd heads': (['gpt', *EXPERTS, *ODD_HEADS], 3, ['train_fsdp.py', MANUAL]),
+    'mixtral': (['mixtral_64', PACKED], 1, ['train_ddp.py']),
+    'mixtral, fsdp': (['mixtral_64'], 2, ['train_fsdp.py']),
+    'float8': (['gpt', '--matmul_dtype=float8'], 1, ['train_ddp.py']),
+}
+SCRATCH = '--arch=llama --n_layer=3 --n_head=4 --n_kv_head=2 --n_embd=64 --mlp_hidden_dim=128'.split()
+STEPS = 2
+RUN = [*TINY_RUN, '--block_size=48', '--batch_size=2', '--global_batch_size=4', f'--max_iters={STEPS}']
+RUN += ['--num_epochs=None', '--eval_interval=0', '--keep_checkpoints=0', '--warmup_iters=0']
+
+
+def exists(model, way, dtype, trained, checkpointing, data):
+    """Whether the scripts have this combination."""
+    if model == 'gpt':
+        return trained == 'all' and way != 'native' and data != 'chats'
+    return not (way == 'native' and (trained != 'all' or model != 'llama_64'))
+
+
+COMBINATIONS = [case for case in itertools.product(*AXES.values()) if exists(*case)]
+
+
+def name_of(*case):
+    return ', '.join(case)
+
+
+SHORT = [name_of(*case) for case in covering(COMBINATIONS, 2)]
+CASES = [*covering(COMBINATIONS, 2), *covering(COMBINATIONS, 3)]
+CASES = [*dict.fromkeys(CASES)]
+
+
+@pytest.fixture(scope='module')
+def start_of(tmp_path_factory):
+    """A function of a model's name: the keys for its weights, and for a data_dir with text and chats."""
+    folder = tmp_path_factory.mktemp('on_cuda')
+    models = {model: save_model(folder / model, model) for model in [*AXES['model'][1:], 'mixtral_64']}
+    write_chats(folder / 'chats.jsonl')
+    (folder / 'text').mkdir()
+    letters = random.Random(0)
+    for number in range(300):  # documents of 1 to 120 tokens: some are longer than a window
+        words = bytes(letters.choices(b'abcd ', k=letters.randint(1, 120)))
+        (folder / 'text' / f'{number:03}.txt').write_bytes(words)
+    for dataset in ('text', 'chats.jsonl'):
+        keys = [f'--dataset={folder / dataset}', f'--name={dataset.split(".")[0]}', f'--data_dir={folder}/data']
+        run_script('prepare_data.py', *keys, f'--tokenizer={models["llama_64"]}', '--val_fraction=0.1')
+
+    def start_of(model):
+        begin = SCRATCH if model == 'gpt' else [f'--init_from={models[model]}']
+        return [*RUN, *begin, f'--data_dir={folder}/data']
+
+    return start_of
+
+
+@pytest.fixture(scope='module')
+def runs(start_of, tmp_path_factory, has_slow_tests):
+    """A folder with the runs of the table, and what they held or how they failed."""
+    folder, cases = tmp_path_factory.mktemp('runs'), {}
+
+    def add(place, case):
+        model, way, dtype, trained, checkpointing, data = case
+        name, (script, keys) = f'{place}, {name_of(*case)}', WAYS[way]
+        keys = [
+            *start_of(model),
+            *keys,
+            *TRAINED[trained],
+            *DATA[data],
+            f'--dtype={dtype}',
+            f'--out_dir={folder / name}',
+        ]
+        keys += [f'--activation_checkpointing={checkpointing}']
+        options = {'on_cuda': place == 'on cuda', 'float64': place == 'float64', 'may_fail': True}
+        cases[name] = {'name': name, 'script': script, 'arguments': keys, **options}
+
+    for case in CASES:
+        if has_slow_tests or name_of(*case) in SHORT:
+            for place, of_place in beside(*case).items():
+                add(place, of_place)
+    return folder, run_many([*cases.values()], 1, folder)
+
+
+def beside(model, way, dtype, trained, checkpointing, data):
+    """The three runs that are compared: checkpointing changes nothing, and in float64 no strategy does."""
+    return {
+        'on cuda': (model, way, dtype, trained, checkpointing, data),
+        'on cpu': (model, way, dtype, trained, 'none', data),
+        'float64': (model, 'ddp', 'float32', trained, 'none', data),
+    }
+
+
+def assert_same_numbers(folder, names, dtype):
+    """Losses and norms of three runs: by a GPU's branches, by a CPU's, in float64."""
+    norms = [float(norm) for norm in column(folder / names[0], 'grad_norm')]
+    assert len(norms) == STEPS
+    for step, norm in enumerate(norms):
+        for key in ('loss', 'grad_norm'):
+            ours, cpus, exact = (float(column(folder / name, key)[step]) for name in names)
+            if dtype == 'float16' and math.isinf(ours):  # the first loss scale was too large for this step
+                assert math.isinf(cpus)
+                continue
+            factor = times_further(ours, cpus, exact, FLOOR if dtype == 'float32' else FLOOR_IN_HALF)
+            assert factor <= TIMES, (key, step, factor, ours, cpus, exact)
+        if math.isinf(norm):
+            return  # it was skipped, in float64 it was not
+
+
+@pytest.mark.parametrize(tuple(AXES), slow_but(SHORT, CASES, name_of))
+def test_the_numbers_of_a_gpus_kernels_are_those_of_a_cpu(runs, model, way, dtype, trained, checkpointing, data):
+    folder, held = runs
+    compared = beside(model, way, dtype, trained, checkpointing, data)
+    names = [f'{place}, {name_of(*case)}' for place, case in compared.items()]
+    for name in names:
+        assert 'error' not in held[name], held[name]['error']
+    assert_same_numbers(folder, names, dtype)
+
+
+@pytest.fixture(scope='module')
+def layouts(start_of, tmp_path_factory):
+    """A folder with the runs of LAYOUTS."""
+    folder, of_ranks = tmp_path_factory.mktemp('layouts'), {}
+
+    def add(name, ranks, script, model, *keys, **options):
+        keys = [*start_of(model), *DATA['stream'], *keys, f'--out_dir={folder / name}']
+        of_ranks.setdefault(ranks, []).append({'name': name, 'script': script, 'arguments': keys, **options})
+
+    for name, (computed, ranks, (script, *layout)) in LAYOUTS.items():
+        for dtype in ('float32', 'bfloat16'):
+            for place in ('on cuda', 'on cpu'):
+                keys = [*computed, *layout, f'--dtype={dtype}']
+                add(f'{place}, {name}, {dtype}', ranks, script, *keys, on_cuda=place == 'on cuda')
+        if name != 'float8':
+            add(f'float64, {name}', 1, 'train_ddp.py', *computed, '--dtype=float32', float64=True)
+    for ranks, cases in of_ranks.items():
+        run_many(cases, ranks, folder)
+    return folder
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_so_are_those_of_other_layouts_and_layers(layouts, name, dtype):
+    ours, cpus = (f'{place}, {name}, {dtype}' for place in ('on cuda', 'on cpu'))
+    if name == 'float8':  # no run in float64 has its roundings; each of the two may be TIMES as far from it
+        found, expected = ([*column(layouts / run, 'loss')] for run in (ours, cpus))
+        assert error(found, expected) <= 2 * TIMES * (FLOOR if dtype == 'float32' else FLOOR_IN_HALF)
+    else:
+        assert_same_numbers(layouts, (ours, cpus, f'float64, {name}'), dtype)
