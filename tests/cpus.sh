@@ -30,6 +30,7 @@ numerics=(
     tests/test_tensor_manual.py::test_in_float64_losses_and_gradients_are_exact
     tests/test_tensor_manual.py::test_scores_of_tasks_are_those_of_one_process
     tests/test_expert_manual.py::test_losses_norms_and_gradients_are_those_of_one_process
+    tests/test_expert_manual.py::test_replicas_of_shared_experts_are_those_of_one_rank_each
     tests/test_expert_manual.py::test_in_float64_outputs_losses_and_gradients_are_exact
     tests/test_moe.py
     tests/test_pipeline.py::test_a_step_has_the_loss_the_gradients_and_the_norm_of_one_process
