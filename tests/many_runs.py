@@ -14,12 +14,10 @@ ended. More keys of a case, all of them optional:
     "may_fail": true                     on one rank: an error ends this run alone, and is its result ("error")
     "save_again": {CHECKPOINT: FOLDER}   after the run, loads each of these checkpoints and saves it into that folder
 
-And for runs of model.py's GPT:
-
-    "start": FILE                        begins with the weights in FILE, {name: whole tensor}
-    "float64": true                      computes in float64 what would be fp32
+    "float64": true                      computes in float64 what would be fp32, from the same initial values
     "gradients": FILE                    saves the whole gradients of each step, before they are clipped, as [{name:
-                                         tensor}]; with replicas, those of the first
+                                         tensor}]; of the first replica, and of a pipeline's first stage
+    "start": FILE                        model.py's GPT begins with the weights in FILE, {name: whole tensor}
 
 Where a case has a "start", its results say how close the closest choice of a router was to a tie ("gap").
 """
@@ -50,7 +48,7 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, HERE)
 
 import optim
-from huggingface import finetune
+from huggingface import finetune, lora
 from huggingface.files import Weights
 from model import GPT, Router
 from runtime import begin, checkpoint, health, processes
@@ -138,7 +136,8 @@ def noting(gradients):
 
     def note_gradients(*args):
         model, ranks = models[-1]
-        gradients.append(whole(model, {name: p.grad for name, p in model.named_parameters()}, ranks))
+        of_rank = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients.append(whole(model, of_rank, ranks))
         return clip(*args)
 
     with (
@@ -184,6 +183,20 @@ def as_stored(read):
     return call
 
 
+def as_drawn_in_fp32(draw):
+    """A function that draws initial values, for in_float64(): float64 takes other bits of the generator."""
+
+    @functools.wraps(draw)
+    def call(*args):
+        torch.set_default_dtype(FLOAT32)
+        try:
+            return draw(*args).to(torch.float64)
+        finally:
+            torch.set_default_dtype(torch.float64)
+
+    return call
+
+
 def local_bytes(tensors):
     """Bytes that this rank holds of these tensors; a DTensor counts with this rank's shard."""
     local = [tensor.to_local() if hasattr(tensor, 'to_local') else tensor for tensor in tensors]
@@ -219,6 +232,8 @@ def run(case, number):
             stack.enter_context(in_float64())
             for place, name in ((Weights, 'read'), (finetune, 'whole_model')):
                 stack.enter_context(mock.patch.object(place, name, as_stored(getattr(place, name))))
+            for place, name in ((GPT, 'initial_value'), (lora, 'initial_lora_a')):
+                stack.enter_context(mock.patch.object(place, name, as_drawn_in_fp32(getattr(place, name))))
             stack.enter_context(mock.patch.object(finetune, 'has_uneven_experts', has_experts))
         if case.get('start'):
             stack.enter_context(beginning_with(case['start'], gaps))
