@@ -472,7 +472,7 @@ def scores_of(task, requests, log_likelihoods, greedy):
 
 def perplexity_of(mean, error):
     """(exp(-mean), its standard error); inf if it overflows a float: a bad model, a long text."""
-    perplexity = math.exp(-mean) if -mean < 709 else math.inf
+    perplexity = math.inf if -mean >= 709 else math.exp(-mean)  # nan stays nan
     return perplexity, perplexity * error
 
 

@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from huggingface import lora, nf4, rotation
-from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
+from huggingface.files import Weights, find_folder, local_rows, refuse_not_finite, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, layout_of_documents, recomputed
 from runtime import processes
 from runtime.errors import is_lost_peer, is_out_of_memory, one_line
@@ -672,7 +672,7 @@ def load(model, pretrained, seed=0):
     model in memory (as for experts of some mixtures, which are stacked when they are loaded), rank 0 loads the whole
     model and broadcasts it.
     LoRA begins with A = lora.initial_lora_a() and B = 0, so that at first it changes nothing.
-    Raises ValueError for a tensor of another shape than the configuration says.
+    Raises ValueError on every rank for a tensor of another shape than the configuration says, or one with NaN in it.
     """
     weights = Weights(pretrained.weights_folder)
     found, lacking = weights.find(model)
@@ -681,6 +681,7 @@ def load(model, pretrained, seed=0):
         processes.on_rank_0(lambda: whole.update(whole_model(pretrained).state_dict()), patience_s=processes.PATIENCE_S)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     sizes = {name: weights.nbytes(found[name]) if name in found else 0 for name in tensors_to_load(model)}
+    problem = None
     for name in processes.progress(f'loading {weights.folder}', sizes):
         local, rows = local_rows(tensors[name])
         is_packed = local.dtype == torch.uint8
@@ -695,8 +696,13 @@ def load(model, pretrained, seed=0):
             lora.fill_rows(local, values[rows])
         else:
             weights.check_shape(found[name], shape)
-            if local.numel():
-                lora.fill_rows(local, weights.read(found[name], rows))
+            try:
+                if local.numel():
+                    lora.fill_rows(local, weights.read(found[name], rows))
+            except ValueError as error:  # in rows that this rank alone may have read
+                problem = str(error)
+                break
+    processes.raise_together(problem)
 
 
 def whole_model(pretrained):
@@ -717,6 +723,8 @@ def whole_model(pretrained):
             f'{folder} lacks {lacking}, and {len(info["missing_keys"]) - 1} more weights: '
             f'`python download_model.py --model={folder}` lists them; copy or download it again'
         )
+    for name, tensor in model.state_dict().items():
+        refuse_not_finite(name, tensor, pretrained.weights_folder)
     if has_uneven_experts(model):
         model.set_experts_implementation('eager')
     return model.eval()
@@ -870,6 +878,10 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
             raise
         check_class_runs(pretrained, tokens)
         raise  # transformers' class runs, so the fault is in this project
+    if not logits.isfinite().all():  # its weights are: they are checked where they are read
+        dtype = str(raw_model.compute_dtype).removeprefix('torch.')
+        advice = 'use --dtype=bfloat16' if dtype == 'float16' else 'take weights from before its training diverged'
+        raise ValueError(f'self-test: logits are not finite: {pretrained.folder} overflows in {dtype}; {advice}')
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
     if not abs(ce - expected_ce) <= tolerance * expected_ce:
         problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}; {NOT_HERE}')

@@ -225,7 +225,12 @@ def test_bits_per_byte_are_of_the_text_that_is_evaluated(tmp_path, windows, sequ
         (tmp_path / name).mkdir()
         shutil.copy(tmp_path / 'tokenizer.json', tmp_path / name)
         tokens = np.concatenate([[*tokenizer.encode(text), tokenizer.eot] for text in texts])
-        meta = {'vocab_size': tokenizer.vocab_size, 'eot_token': tokenizer.eot, 'tokenizer': {'name': 'bpe'}, 'splits': {}}
+        meta = {
+            'vocab_size': tokenizer.vocab_size,
+            'eot_token': tokenizer.eot,
+            'tokenizer': {'name': 'bpe'},
+            'splits': {},
+        }
         for split in ('train', 'val'):
             shards.write_shard(tmp_path / name / f'{split}.bin', tokens, np.uint16)
             shard = {'file': f'{split}.bin', 'tokens': len(tokens)}
