@@ -356,6 +356,19 @@ def has_uneven_experts(model):
     return any(size % 8 for matrix in matrices for size in matrix.shape[1:])
 
 
+def mark_experts(model):
+    """Note in a mixture's modules of experts which share of them computes a token, as model.idle_parts() reads it. They
+    are lists of modules, or hold the matrices of all experts in one tensor."""
+    text = model.config.get_text_config()
+    names = ('num_experts_per_tok', 'experts_per_token', 'moe_topk', 'moe_k')
+    chosen = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+    for name, module in model.named_modules():
+        if chosen and name.endswith('.experts'):
+            stacked = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
+            if number := len(module) if isinstance(module, nn.ModuleList) else max(stacked, default=0):
+                module.active = min(1.0, chosen / number)
+
+
 def heads_of(config):
     """(number of heads, dimensions of one). Some configurations raise errors of their own if layers differ in it."""
     heads = getattr(config, 'num_attention_heads', 1)
@@ -502,6 +515,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
                 places.setdefault(parameter, []).append((module, name))
     model.ties = [parameter_places for parameter_places in places.values() if len(parameter_places) > 1]
     model.blocks, model.arguments = find_blocks(model), Arguments.of(library_class)
+    mark_experts(model)
     model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
     model.z_loss, model.has_dropout = pretrained.z_loss, pretrained.dropout > 0
     model.draws_noise = model.has_dropout or pretrained.lora_dropout > 0
