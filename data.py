@@ -17,6 +17,7 @@ its own, each in a new order.
 
 import bisect
 import collections
+import functools
 import itertools
 import math
 import os
@@ -31,8 +32,9 @@ from dataset.shards import LEARNED
 from dataset.shuffle import sample_windows
 from dataset.windows import has_split, open_dataset, read_meta
 from runtime.batches import counted
+from runtime.errors import one_line
 from text.conversations import marked_text
-from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
+from text.tokenizer import as_argument, names_tokenizer, same_tokenizer, tokenizer_of
 
 MAX_EPOCHS = 4  # over a source of a mixture: up to here, repeated text is nearly as good as new (arXiv 2305.16264)
 BATCHES_AHEAD = 8  # batches made ahead while the model computes
@@ -144,8 +146,13 @@ class Mixture:
             int(source.n_targets[windows[sources == number]].sum()) for number, source in enumerate(self.sources)
         )
 
-    def losses(self, nats_and_tokens):
-        """Metrics of an evaluation, from [sum of the cross-entropy in nats, number of targets] of each source.
+    def windows_to_evaluate(self, n_sequences):
+        """How many windows of each source are evaluated, its first ones, if about n_sequences are asked for in all."""
+        return [min(-(-n_sequences // len(self.sources)), source.n_windows) for source in self.sources]
+
+    def losses(self, nats_and_tokens, n_sequences):
+        """Metrics of an evaluation, from [sum of the cross-entropy in nats, number of targets] of each source over the
+        windows of eval_batches(..., n_sequences, ...).
 
         With several sources each has a loss of its own, and val_loss weights them by their shares in the whole run.
         """
@@ -153,14 +160,32 @@ class Mixture:
         losses = [nats / tokens for nats, tokens in nats_and_tokens]
         loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
         row = {'val_loss': loss, 'val_ppl': math.exp(min(loss, 700))}
-        if all(source.bytes_per_token for source in self.sources):
-            bytes_per_token = sum(
-                weight * source.bytes_per_token for weight, source in zip(weights, self.sources, strict=True)
-            )
-            row['val_bpb'] = loss / math.log(2) / bytes_per_token
+        bytes_per_token = [
+            bytes_per_target(source, windows)
+            for source, windows in zip(self.sources, self.windows_to_evaluate(n_sequences), strict=True)
+        ]
+        if all(bytes_per_token):
+            mean = sum(weight * size for weight, size in zip(weights, bytes_per_token, strict=True))
+            row['val_bpb'] = loss / math.log(2) / mean
         if len(self.sources) > 1:
             row |= {f'val_loss/{name}': loss for name, loss in zip(self.names, losses, strict=True)}
         return row
+
+
+@functools.cache
+def bytes_per_target(source, n_windows):
+    """Mean bytes of text of the targets in a dataset's first windows, counted once on rank 0, which logs them; None on
+    others, for conversations, whose templates are no text, and if the tokens of the tokenizer cannot be looked up."""
+    if source.is_chat or os.environ.get('RANK', '0') != '0' or not names_tokenizer(source.name):
+        return None
+    try:
+        tokenizer = tokenizer_of(source.name)
+    except (ValueError, OSError) as error:
+        print(f'no bits per byte: {one_line(error)}', flush=True)
+        return None
+    counts = source.count_ids(n_windows)
+    ids = np.flatnonzero(counts)
+    return (counts[ids] @ tokenizer.count_bytes(ids.tolist())).item() / counts.sum().item()
 
 
 def open_mixture(keys, split):
@@ -305,8 +330,7 @@ def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device, sta
     """
     rank, world_size = rank // mixture.ranks_per_sequence, world_size // mixture.ranks_per_sequence
     per_round, rounds = batch_size * world_size, []  # [(number of the source, windows of this rank)]
-    for number, source in enumerate(mixture.sources):
-        n = min(-(-n_sequences // len(mixture.sources)), source.n_windows)
+    for number, n in enumerate(mixture.windows_to_evaluate(n_sequences)):
         for first in range(rank * batch_size, -(-n // per_round) * per_round, per_round):
             rounds.append((number, np.arange(first, max(first, min(first + batch_size, n)))))
 

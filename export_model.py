@@ -103,6 +103,8 @@ def change_dtype(model, to):
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not any(re.search(pattern, name) for pattern in kept):
             tensor.data = tensor.data.to(to)
+            if not checkpoint.is_finite(tensor.data):
+                raise ValueError(f'dtype={config.dtype}: {name} goes beyond 65,504: use --dtype=bfloat16 or float32')
 
 
 def choose_dtype():

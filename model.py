@@ -600,8 +600,18 @@ def rows_of_each(ends, rows):
 
 def idle_numbers(module):
     """How many numbers in the weights of a module's experts do not compute a given token, which meets k of E."""
-    stacked = [inner for inner in module.modules() if isinstance(inner, ExpertLinear)]
-    return sum(round((1 - inner.active) * inner.weight.numel()) for inner in stacked)
+    return sum(idle_parts(module).values())
+
+
+def idle_parts(module):
+    """{parameter of experts: how many of its numbers do not compute a given token}. Experts are the modules with
+    `active`, the share of them that a token meets: ExpertLinear, and those of transformers (finetune.mark_experts)."""
+    return {
+        parameter: round((1 - inner.active) * parameter.numel())
+        for inner in module.modules()
+        if isinstance(getattr(inner, 'active', None), float)
+        for parameter in inner.parameters()
+    }
 
 
 class TakeRows(torch.autograd.Function):
@@ -1018,8 +1028,12 @@ class GPT(nn.Module):
         tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         matrices = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}
         in_matmuls = [parameter for parameter in self.parameters() if parameter not in tables - matrices]
-        flops = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in in_matmuls)
-        return flops - 6 * idle_numbers(self) + self.flops_of_attention
+        idle = idle_parts(self)
+        flops = sum(
+            (6 if parameter.requires_grad else 4) * (parameter.numel() - idle.get(parameter, 0))
+            for parameter in in_matmuls
+        )
+        return flops + self.flops_of_attention
 
 
 def generator_of(seed, name, device='cpu'):

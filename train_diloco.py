@@ -159,7 +159,7 @@ def evaluate():
     dist.all_reduce(nats_and_tokens)
     model.train()
     processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist())
+    return run.val_data.losses(nats_and_tokens.tolist(), windows)
 
 
 def batches_from(step):

@@ -88,7 +88,7 @@ def evaluate():
             model.exchange(actions)
     dist.all_reduce(nats_and_tokens)
     raw_model.train()
-    return run.val_data.losses(nats_and_tokens.tolist())
+    return run.val_data.losses(nats_and_tokens.tolist(), windows)
 
 
 if config.eval_only:

@@ -148,7 +148,7 @@ def evaluate():
     dist.all_reduce(nats_and_tokens)
     model.train()
     processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist())
+    return run.val_data.losses(nats_and_tokens.tolist(), windows)
 
 
 if config.eval_only:
@@ -263,6 +263,7 @@ while not watch.must_stop:
     due = watch.due(step, since=looked_at) if round_ends else NOTHING_DUE
     if at == 1 or due.last or (config.log_interval and at % config.log_interval == 0):
         row |= watch.measured({'lr': lr, 'grad_norm': grad_norm})
+        watch.log.pace = replica.ledger.pace
         if not round_ends:
             journal.show(step, row)
     if due.evaluate or due.score:

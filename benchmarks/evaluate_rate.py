@@ -40,7 +40,7 @@ task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {path}, fewshot: {fewshot}}}}}
 test_split: test
-fewshot_split: fewshot
+fewshot_split: {fewshot_split}
 num_fewshot: {num_fewshot}
 output_type: {output_type}
 {rest}
@@ -51,6 +51,7 @@ FORMS = {
     'contexts': ('multiple_choice', 'doc_to_text: gold\ndoc_to_choice: "{{contexts}}"\n'
                  'doc_to_target: "{{continuation}}"\nmetric_list: [{metric: acc}]'),
     'continuation': ('loglikelihood', 'doc_to_text: "{{context}}"\ndoc_to_target: "{{\' \' + continuation}}"\n'
+                     'target_delimiter: ""\n'
                      'metric_list: [{metric: acc}, {metric: perplexity}]'),
     'text': ('loglikelihood_rolling', 'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
              'metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]'),
@@ -150,7 +151,10 @@ def harness_results(lm, path, num_fewshot=0, limit=None, chat=False):
         rest += '\nfewshot_config: {sampler: first_n}'
     with tempfile.TemporaryDirectory() as folder:
         keys = {'name': name, 'path': path, 'num_fewshot': num_fewshot, 'output_type': output_type, 'rest': rest}
-        Path(folder, 'task.yaml').write_text(YAML.format(fewshot=fewshot if fewshot.exists() else path, **keys))
+        # Without examples of their own, the harness may draw an item itself only if it knows that both are one split.
+        keys |= {'fewshot': fewshot if fewshot.exists() else path}
+        keys['fewshot_split'] = 'fewshot' if fewshot.exists() else 'test'
+        Path(folder, 'task.yaml').write_text(YAML.format(**keys))
         manager = TaskManager(include_path=folder, include_defaults=False)
         options = {'log_samples': True, 'bootstrap_iters': 0, 'limit': limit, 'apply_chat_template': chat}
         answer = lm_eval.simple_evaluate(model=lm, tasks=[name], task_manager=manager, **options)

@@ -94,6 +94,7 @@ def bits_by_position(out_dir, data_dir, windows=80, **changes):
     """Bits per byte of a run's model in each quarter of LONG validation tokens. changes: to its ModelConfig."""
     import torch
 
+    from data import bytes_per_target
     from dataset.windows import open_dataset
     from evaluation.scoring import score_tokens
     from model import GPT, ModelConfig
@@ -108,7 +109,7 @@ def bits_by_position(out_dir, data_dir, windows=80, **changes):
         for tokens in torch.from_numpy(text.read(range(windows))):
             hidden, weight = model(tokens[None, :-1], then=lambda *parts: parts)
             nats -= score_tokens(hidden[0], weight, tokens[1:])[0].double()
-    return (nats.view(4, -1).mean(1) / windows / math.log(2) / text.bytes_per_token).tolist()
+    return (nats.view(4, -1).mean(1) / windows / math.log(2) / bytes_per_target(text, windows)).tolist()
 
 
 def table(head, rows):

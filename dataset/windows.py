@@ -36,6 +36,7 @@ PREPARED_FILES = ('meta.json', 'unfinished.json')  # prepare_data.py keeps the s
 SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
 GPT2_VOCAB_SIZE = 50257  # assumed for files without meta.json
 SYNTHETIC_VOCAB_SIZE, SYNTHETIC_TOKENS = 50304, 10**11  # GPT-2's padded to a multiple of 64; per split
+WINDOWS_AT_ONCE = 256  # counted together: of 2,048 tokens they take 8 MB
 MAX_MAPPED_SHARDS = 256  # each takes a file descriptor, often limited to 1,024; 100B tokens have 1,000 shards
 
 
@@ -62,7 +63,6 @@ class TokenDataset:
     n_tokens, n_windows   n_windows = (n_tokens - 1) // block_size: the last token is only ever a target
     vocab_size            every id is below it; read() checks what it reads
     fingerprint           changes when the tokens change; a resumed run must find the same tokens
-    bytes_per_token       of the split's text in UTF-8, for bits per byte; None if meta.json does not tell
     name, split, eot      eot: the token that ends a document; None if meta.json does not tell
     """
 
@@ -76,8 +76,6 @@ class TokenDataset:
         self._ends = list(itertools.accumulate(len(self._open_shard(shard)) for shard in shards))
         self.n_tokens = self._ends[-1]
         facts = meta.get('splits', {}).get(split, {})
-        counted = facts.get('bytes') and facts.get('tokens') and not self.is_chat  # chats: not all text is learned
-        self.bytes_per_token = facts['bytes'] / facts['tokens'] if counted else None
         self.fingerprint = self._fingerprint(facts)
         self._cut(facts)
 
@@ -95,6 +93,15 @@ class TokenDataset:
         """Tokens of some windows: int64 (len(windows), block_size + 1). Raises ValueError for an id outside the
         vocabulary."""
         return self._read_spans([int(window) * self.block_size for window in windows], self.block_size + 1)
+
+    def count_ids(self, n_windows):
+        """How often each id is a target in the first n_windows windows: int64 (vocab_size,)."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for first in range(0, n_windows, WINDOWS_AT_ONCE):
+            read = self.read(range(first, min(first + WINDOWS_AT_ONCE, n_windows)))
+            targets = read[1] if self.is_packed else read[:, 1:]
+            counts += np.bincount(targets[targets >= 0], minlength=self.vocab_size)
+        return counts
 
     def _read_spans(self, starts, length):
         """`length` tokens from each of `starts` on: int64 (len(starts), length). Raises ValueError for an id outside

@@ -46,11 +46,13 @@ def write_answers(model, prompts, encoder, batch_size, device, bar=None, beat=la
 
     model: as it is called, wrapped or sharded, in eval mode. prompts: [tasks.Prompt]. encoder: one of tasks.py.
     batch_size: prompts per rank and forward pass. bar: the title of a progress bar; None = no bar. beat: called before
-    each forward pass. Batches do not depend on the number of ranks, so the texts do not, either.
+    each forward pass. Batches do not depend on the number of ranks, so the texts do not, either. Raises
+    sampling.NotFinite on all ranks.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = model.module if isinstance(model, DistributedDataParallel) else model  # DDP: every rank has all weights
     batches, busy, written = batches_of(prompts, batch_size), torch.zeros(1, device=device), {}
+    problem = None  # raised on all ranks together, since the others count on this one's passes
 
     def count_the_busy(is_busy):
         beat()
@@ -65,7 +67,11 @@ def write_answers(model, prompts, encoder, batch_size, device, bar=None, beat=la
         stops = {'stop': functools.partial(ends, stop=stop, encoder=encoder)} if stop else {}
         stop_tokens = [*encoder.stop_tokens, *encoder.tokens_spelled(stop)]
         tokens = [prompts[number].tokens for number in numbers]
-        found = sampling.generate_batch(model, tokens, longest, stop_tokens, **stops)
+        try:
+            found = sampling.generate_batch(model, tokens, longest, stop_tokens, **stops)
+        except sampling.NotFinite as error:
+            problem = str(error)
+            break
         for number, ids in zip(numbers, found, strict=True):
             text = encoder.decode(ids)
             for end in stop:
@@ -76,6 +82,8 @@ def write_answers(model, prompts, encoder, batch_size, device, bar=None, beat=la
         model(torch.zeros(1, 1, dtype=torch.int64, device=device), then=lambda hidden, _: hidden)
     processes.reshard(model)  # free what forward left gathered, as there is no backward pass to do it
     of_ranks = [None] * world_size
-    dist.all_gather_object(of_ranks, written)
-    whole = {number: text for part in of_ranks for number, text in part.items()}
+    dist.all_gather_object(of_ranks, (written, problem))
+    if problems := [problem for _, problem in of_ranks if problem]:
+        raise sampling.NotFinite(problems[0])
+    whole = {number: text for part, _ in of_ranks for number, text in part.items()}
     return [whole[number] for number in range(len(prompts))]

@@ -13,6 +13,7 @@ import torch
 import data
 from evaluation import generating, scoring
 from evaluation.prompts import ends_of_texts
+from evaluation.sampling import NotFinite, not_finite
 from evaluation.tasks import (
     NativeEncoder,
     TransformersEncoder,
@@ -63,13 +64,17 @@ class Evaluation:
         its log-likelihoods (see scoring.py) or the text that the model wrote. Collective.
 
         The model may be wrapped or sharded, and is put into eval mode meanwhile. Scores that are not finite are left
-        out. bars: draw a progress bar for each task. beat: called before each forward pass."""
+        out. bars: draw a progress bar for each task. beat: called before each forward pass. Raises NotFinite if a
+        score would be made of what is not finite."""
         raw_model, was_training = getattr(model, 'module', model), model.training  # DDP has a module
-        model.eval()
         for task, requests in zip(self.tasks, self.requests, strict=True):
             began, bar = time.perf_counter(), task.name if bars else None
-            with finetune.weights_in_compute_dtype(raw_model):
-                found, scores = self.found(model, task, requests, bar, beat)
+            model.eval()
+            try:
+                with finetune.weights_in_compute_dtype(raw_model):
+                    found, scores = self.found(model, task, requests, bar, beat)
+            finally:
+                model.train(was_training)
             rate = sum(map(len, requests)) / (time.perf_counter() - began)
             in_words = ', '.join(score_in_words(name, *score) for name, score in scores.items())
             rate_in_words = f'{rate:.2f} answers/s' if task.form == 'prompt' else f'{rate:,.0f} requests/s'
@@ -77,7 +82,6 @@ class Evaluation:
             numbers = {name: value for name, (value, _) in scores.items()}
             numbers |= {f'{name}_stderr': error for name, (_, error) in scores.items()}
             yield task, {name: value for name, value in numbers.items() if math.isfinite(value)}, line, found
-        model.train(was_training)
 
     def found(self, model, task, requests, bar, beat):
         """([result of each item, as in run()], {score: (value, standard error)})."""
@@ -91,18 +95,25 @@ class Evaluation:
         options = (self.longest, self.batch_size, self.device, shares, bar, beat, self.tensor_parallel)
         found = scoring.log_likelihoods(model, requests, *options)
         nats, greedy = ([[pair[n] for pair in item_results] for item_results in found] for n in (0, 1))
+        bad = [item.place for item, sums in zip(task.items, nats, strict=True) if not all(map(math.isfinite, sums))]
+        if bad:
+            raise not_finite(f'{bad[0]}, and {len(bad) - 1:,} more of {len(nats):,} items: log-likelihoods are', model)
         return found, scores_of(task, requests, nats, greedy)
 
     def scores(self, model, step, say, at):
         """{'task/score': value} for the metrics of `step`. Calls say(line) for each task, and at('evaluation', step)
-        before each forward pass. Collective. Compiled models run in eager mode here, since shapes vary."""
+        before each forward pass. Collective. Compiled models run in eager mode here, since shapes vary. What is not
+        finite is a warning: whether such a run goes on is for its losses to decide."""
         row = {}
         if not self.tasks:
             return row
         with torch.compiler.set_stance('force_eager'):
-            for task, numbers, line, _ in self.run(model, beat=lambda: at('evaluation', step)):
-                say(f'step {step} | {line}')
-                row |= {f'{task.name}/{name}': value for name, value in numbers.items()}
+            try:
+                for task, numbers, line, _ in self.run(model, beat=lambda: at('evaluation', step)):
+                    say(f'step {step} | {line}')
+                    row |= {f'{task.name}/{name}': value for name, value in numbers.items()}
+            except NotFinite as error:
+                say(f'step {step} | WARNING: no more scores: {error}')
         return row
 
 

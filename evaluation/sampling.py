@@ -16,6 +16,20 @@ import math
 import torch
 
 from model import GPT, MaskedLayout
+from runtime.batches import counted
+
+
+class NotFinite(ValueError):
+    """What a model computes is NaN or infinite, so nothing can be chosen by it."""
+
+
+def not_finite(numbers, model):
+    """The error that says so. numbers: which ones, in words. (Weights are checked where they are read.)"""
+    dtype = str(getattr(model, 'module', model).compute_dtype).removeprefix('torch.')  # DDP has a module
+    advice = 'its weights are of a training that has diverged: take earlier ones'
+    if dtype == 'float16':
+        advice = 'use --dtype=bfloat16 or --dtype=float32, which go beyond 65,504'
+    return NotFinite(f'{numbers} not finite: the model overflows in {dtype}; {advice}')
 
 
 def generate_batch(model, prompts, max_new_tokens, stop_tokens=(), **options):
@@ -54,7 +68,7 @@ def stream_batch(
     temperature: 0 = always the likeliest token; otherwise as for sample_token(). generators: for each prompt a
     torch.Generator on the CPU; None = torch's own. first: for each prompt None, or the ids from which its first new id
     is drawn. memory: a Memory, for a single prompt that may continue where an earlier one ended. Raises ValueError for
-    an empty prompt.
+    an empty prompt, and NotFinite.
     """
     if not all(prompts):
         raise ValueError('an empty prompt: expected at least one token')
@@ -82,6 +96,8 @@ def stream_batch(
                     room = min(positions, longest + max_new_tokens)
                     reader = Reader(model, itself.new_cache(room), [longest - len(window) for window in windows])
                     logits = reader.read([window[:1] * (longest - len(window)) + window for window in windows])
+                if not logits.amax(-1).isfinite().all():  # -inf alone is a token that the model excludes
+                    raise not_finite(f'logits after {counted(len(texts[rows[0]]), "token")} are', model)
                 for place, row in enumerate(rows):
                     if first and first[row] and len(texts[row]) == len(prompts[row]):
                         others = torch.ones_like(logits[place], dtype=torch.bool)

@@ -19,12 +19,13 @@ api/samplers.py and models/huggingface.py there), or with protocol='core' by tho
 nanochat implements it.
 """
 
+import collections
 import json
 import math
 import os
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,22 +206,34 @@ def item_of_prompt(row, place):
 def examples_of(items, all_items, path, num_fewshot, protocol):
     """[[Item, ...] shown before each item], chosen as in the harness: for an item with a group, the first examples of
     that group (as in MMLU); for others, examples that are drawn anew for each item. Without a file of examples they are
-    drawn from the task's other items. CORE always does that, with a generator that is seeded for each item. Raises
-    ValueError if there are too few."""
+    drawn from the task's other items, none of which may be the same row once more, with its answer. CORE always does
+    that, with a generator that is seeded for each item. Raises ValueError if there are too few."""
     beside = path.with_name(f'{path.stem}.fewshot.jsonl')
     is_own = protocol == 'core' or not beside.exists()
     examples = all_items if is_own else read_items(beside)
+    row_of = {id(item): repr(replace(item, place='')) for item in [*examples, *items]}
+    pools, copies = collections.defaultdict(list), collections.Counter(row_of[id(example)] for example in examples)
+    for example in examples:
+        pools[example.group].append(example)
     draws, found = random.Random(FEWSHOT_SEED), []
+
+    def others(item, some):
+        if protocol == 'core':
+            return [example for example in some if example is not item]
+        return [example for example in some if not is_own or row_of[id(example)] != row_of[id(item)]]
+
     for number, item in enumerate(items):
-        pool = [example for example in examples if example.group == item.group]
-        if len(pool) < num_fewshot + is_own:
+        pool, own = pools[item.group], 1 if protocol == 'core' else is_own * copies[row_of[id(item)]]
+        if len(pool) - own < num_fewshot:
             where = f'{path if is_own else beside}{f", group {item.group}" if item.group else ""}'
             raise ValueError(f'num_fewshot={num_fewshot}: {where} has {len(pool)} examples, too few for {item.place}')
         if protocol == 'core':
-            pool, draws = [example for example in pool if example is not item], random.Random(FEWSHOT_SEED + number)
+            pool, draws = others(item, pool), random.Random(FEWSHOT_SEED + number)
         extra = is_own and protocol != 'core'  # one more, in case the item itself is drawn
-        chosen = pool if item.group else draws.sample(pool, num_fewshot + extra)
-        found.append([example for example in chosen if example is not item][:num_fewshot])
+        shown = others(item, pool if item.group else draws.sample(pool, num_fewshot + extra))[:num_fewshot]
+        if len(shown) < num_fewshot:  # it was drawn several times
+            shown = draws.sample(others(item, pool), num_fewshot)
+        found.append(shown)
     return found
 
 
@@ -472,7 +485,7 @@ def scores_of(task, requests, log_likelihoods, greedy):
 
 def perplexity_of(mean, error):
     """(exp(-mean), its standard error); inf if it overflows a float: a bad model, a long text."""
-    perplexity = math.exp(-mean) if -mean < 709 else math.inf
+    perplexity = math.inf if -mean >= 709 else math.exp(-mean)  # nan stays nan
     return perplexity, perplexity * error
 
 

@@ -19,6 +19,7 @@ import re
 import torch
 from torch.distributed.tensor import DTensor
 
+from runtime.checkpoint import is_finite
 from runtime.files import refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
@@ -94,9 +95,12 @@ class Weights:
         return self.files[name]
 
     def read(self, name, rows=slice(None)):
-        """Some rows of a tensor, or all of it, as it is stored."""
+        """Some rows of a tensor, or all of it, as it is stored. Raises ValueError for numbers that are not finite: a
+        run would go on from NaN, and a score would be made of it."""
         file = self.open(self.file_of[name])
-        return file.get_slice(name)[rows] if self.shape(name) else file.get_tensor(name)
+        values = file.get_slice(name)[rows] if self.shape(name) else file.get_tensor(name)
+        refuse_not_finite(name, values, os.path.join(self.folder, self.file_of[name]))
+        return values
 
     def shape(self, name):
         return tuple(self.open(self.file_of[name]).get_slice(name).get_shape())
@@ -159,6 +163,18 @@ class Weights:
                 if not torch.equal(self.read(one, rows).float(), self.read(other, rows).float()):
                     return True
         return False
+
+
+def refuse_not_finite(name, values, where):
+    """Raise ValueError if a tensor holds NaN or infinity. where: the file or folder that it was read from."""
+    if values.dtype.itemsize == 1 and values.is_floating_point():  # float8, for which torch has no minimum
+        values = values.float()
+    if not is_finite(values):
+        bad = values.isfinite().logical_not()
+        raise ValueError(
+            f'{where}: {name} is not finite ({bad.sum():,} of {bad.numel():,} numbers): copy or download it again '
+            '(download_model.py compares checksums), or take weights from before its training diverged'
+        )
 
 
 def tensors_to_load(model):

@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from huggingface import lora, nf4, rotation
-from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
+from huggingface.files import Weights, find_folder, local_rows, refuse_not_finite, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, layout_of_documents, recomputed
 from runtime import processes
 from runtime.errors import is_lost_peer, is_out_of_memory, one_line
@@ -356,6 +356,19 @@ def has_uneven_experts(model):
     return any(size % 8 for matrix in matrices for size in matrix.shape[1:])
 
 
+def mark_experts(model):
+    """Note in a mixture's modules of experts which share of them computes a token, as model.idle_parts() reads it. They
+    are lists of modules, or hold the matrices of all experts in one tensor."""
+    text = model.config.get_text_config()
+    names = ('num_experts_per_tok', 'experts_per_token', 'moe_topk', 'moe_k')
+    chosen = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+    for name, module in model.named_modules():
+        if chosen and name.endswith('.experts'):
+            stacked = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
+            if number := len(module) if isinstance(module, nn.ModuleList) else max(stacked, default=0):
+                module.active = min(1.0, chosen / number)
+
+
 def heads_of(config):
     """(number of heads, dimensions of one). Some configurations raise errors of their own if layers differ in it."""
     heads = getattr(config, 'num_attention_heads', 1)
@@ -502,6 +515,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
                 places.setdefault(parameter, []).append((module, name))
     model.ties = [parameter_places for parameter_places in places.values() if len(parameter_places) > 1]
     model.blocks, model.arguments = find_blocks(model), Arguments.of(library_class)
+    mark_experts(model)
     model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
     model.z_loss, model.has_dropout = pretrained.z_loss, pretrained.dropout > 0
     model.draws_noise = model.has_dropout or pretrained.lora_dropout > 0
@@ -672,7 +686,7 @@ def load(model, pretrained, seed=0):
     model in memory (as for experts of some mixtures, which are stacked when they are loaded), rank 0 loads the whole
     model and broadcasts it.
     LoRA begins with A = lora.initial_lora_a() and B = 0, so that at first it changes nothing.
-    Raises ValueError for a tensor of another shape than the configuration says.
+    Raises ValueError on every rank for a tensor of another shape than the configuration says, or one with NaN in it.
     """
     weights = Weights(pretrained.weights_folder)
     found, lacking = weights.find(model)
@@ -681,6 +695,7 @@ def load(model, pretrained, seed=0):
         processes.on_rank_0(lambda: whole.update(whole_model(pretrained).state_dict()), patience_s=processes.PATIENCE_S)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     sizes = {name: weights.nbytes(found[name]) if name in found else 0 for name in tensors_to_load(model)}
+    problem = None
     for name in processes.progress(f'loading {weights.folder}', sizes):
         local, rows = local_rows(tensors[name])
         is_packed = local.dtype == torch.uint8
@@ -695,8 +710,13 @@ def load(model, pretrained, seed=0):
             lora.fill_rows(local, values[rows])
         else:
             weights.check_shape(found[name], shape)
-            if local.numel():
-                lora.fill_rows(local, weights.read(found[name], rows))
+            try:
+                if local.numel():
+                    lora.fill_rows(local, weights.read(found[name], rows))
+            except ValueError as error:  # in rows that this rank alone may have read
+                problem = str(error)
+                break
+    processes.raise_together(problem)
 
 
 def whole_model(pretrained):
@@ -717,6 +737,8 @@ def whole_model(pretrained):
             f'{folder} lacks {lacking}, and {len(info["missing_keys"]) - 1} more weights: '
             f'`python download_model.py --model={folder}` lists them; copy or download it again'
         )
+    for name, tensor in model.state_dict().items():
+        refuse_not_finite(name, tensor, pretrained.weights_folder)
     if has_uneven_experts(model):
         model.set_experts_implementation('eager')
     return model.eval()
@@ -870,6 +892,10 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
             raise
         check_class_runs(pretrained, tokens)
         raise  # transformers' class runs, so the fault is in this project
+    if not logits.isfinite().all():  # its weights are: they are checked where they are read
+        dtype = str(raw_model.compute_dtype).removeprefix('torch.')
+        advice = 'use --dtype=bfloat16' if dtype == 'float16' else 'take weights from before its training diverged'
+        raise ValueError(f'self-test: logits are not finite: {pretrained.folder} overflows in {dtype}; {advice}')
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
     if not abs(ce - expected_ce) <= tolerance * expected_ce:
         problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}; {NOT_HERE}')

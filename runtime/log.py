@@ -77,6 +77,7 @@ class Log:
         self._has_failed = False  # to write a line
         self._rows_timed = 0  # the first has what happens once in it, such as compilation
         self._step_ms = None  # smoothed milliseconds per step, for the ETA
+        self.pace = 1.0  # by how many of max_iters a timed step advances the run: in a pool, more with more jobs
         self._text = open(out_dir / 'train.log', 'a', encoding='utf-8', buffering=1)  # 1: flushed after each line
         self.say(header(config))
         self.say(config_lines(config, explicit), console=False)
@@ -160,7 +161,7 @@ class Log:
             texts[2] = f' | outer step:{texts[2][1:]}'
         texts[1] += ''.join(f', {key[9:]} {loss:.4f}' for key, loss in values.items() if key.startswith('val_loss/'))
         if 'time/total' in values:
-            step_ms = values['time/total']
+            step_ms = values['time/total'] / self.pace
             self._rows_timed += 1
             if self._rows_timed > 1:
                 # One slow interval (a busy file system) moves the estimate by a fifth of its excess.

@@ -119,6 +119,19 @@ def on_rank_0(decide, *arguments, patience_s=None):
     return outcome[0]
 
 
+def raise_together(problem):
+    """Raise ValueError(problem) on every rank if any rank has one, the first one's; None = none. Collective, unless
+    there is no process group."""
+    import torch.distributed as dist
+
+    problems = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    for found in filter(None, problems):
+        raise ValueError(found)
+
+
 def progress(what, sizes):
     """
     Iterate over the keys of `sizes`, {key: bytes}, and show on rank 0 how many of the bytes are done: on a terminal by

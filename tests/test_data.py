@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ import data
 from dataset import shards
 from dataset import windows as on_disk
 from dataset.shuffle import sample_windows
+from text import tokenizer as tokenizers
 
 VOCAB_SIZE = 1000
 
@@ -193,22 +195,60 @@ def test_windows_run_across_shards_and_cover_every_token_once(tmp_path, dtype):
         assert dataset.read([0]).dtype == np.int64
 
 
-def test_meta_json_gives_vocabulary_bytes_per_token_and_the_shards(tmp_path):
+def test_meta_json_gives_the_vocabulary_and_the_shards(tmp_path):
     make_dataset(tmp_path / 'set')
     np.arange(100, dtype=np.uint16).tofile(tmp_path / 'set' / 'train_leftover.bin')  # not listed, so not read
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
-    assert (dataset.vocab_size, dataset.bytes_per_token, dataset.n_tokens) == (VOCAB_SIZE, 3.0, 1150)
+    assert (dataset.vocab_size, dataset.n_tokens) == (VOCAB_SIZE, 1150)
     assert data.open_dataset(tmp_path, 'set', 'val', 32, vocab_size=2000).vocab_size == 2000
 
 
-def test_metrics_of_an_evaluation_are_per_token_and_per_byte_also_of_a_run_that_has_diverged(tmp_path):
-    make_dataset(tmp_path / 'set')  # of 3 bytes per token
+def test_metrics_of_an_evaluation_are_per_token_also_of_a_run_that_has_diverged(tmp_path):
+    make_dataset(tmp_path / 'set')  # without a tokenizer, so that nothing is known of bytes
     dataset = data.open_dataset(tmp_path, 'set', 'val', 32)
-    row = only(dataset).losses([(10 * math.log(8), 10)])
-    assert row == pytest.approx({'val_loss': math.log(8), 'val_ppl': 8, 'val_bpb': 1})
-    diverged = only(dataset).losses([(10_000.0, 10)])
+    row = only(dataset).losses([(10 * math.log(8), 10)], 1)
+    assert row == pytest.approx({'val_loss': math.log(8), 'val_ppl': 8})
+    diverged = only(dataset).losses([(10_000.0, 10)], 1)
     assert diverged['val_loss'] == 1000 and math.isfinite(diverged['val_ppl'])
-    assert math.isnan(only(dataset).losses([(math.nan, 10)])['val_ppl'])
+    assert math.isnan(only(dataset).losses([(math.nan, 10)], 1)['val_ppl'])
+
+
+@pytest.mark.parametrize('windows', ['stream', 'documents'])
+@pytest.mark.parametrize('sequences', [1, 7, 10**6])
+def test_bits_per_byte_are_of_the_text_that_is_evaluated(tmp_path, windows, sequences):
+    """One source begins with words and goes on in Chinese, the other has words alone, in other windows of a file."""
+    words, chinese = 'the time and the tide wait for none ' * 9, '时间和潮汐不等人' * 12
+    tokenizers.train_bpe([words.encode()] * 3, 400, tmp_path / 'tokenizer.json')
+    tokenizer = tokenizers.load_tokenizer('bpe', tmp_path)
+    assert len(tokenizer.encode(chinese)) > len(chinese)  # parts of letters, and a window may end within one
+    for name, texts in (('two', [words] * 40 + [chinese] * 40), ('one', [words[n:] for n in range(60)])):
+        (tmp_path / name).mkdir()
+        shutil.copy(tmp_path / 'tokenizer.json', tmp_path / name)
+        tokens = np.concatenate([[*tokenizer.encode(text), tokenizer.eot] for text in texts])
+        meta = {
+            'vocab_size': tokenizer.vocab_size,
+            'eot_token': tokenizer.eot,
+            'tokenizer': {'name': 'bpe'},
+            'splits': {},
+        }
+        for split in ('train', 'val'):
+            shards.write_shard(tmp_path / name / f'{split}.bin', tokens, np.uint16)
+            shard = {'file': f'{split}.bin', 'tokens': len(tokens)}
+            meta['splits'][split] = {'tokens': len(tokens), 'bytes': len(''.join(texts).encode()), 'shards': [shard]}
+        (tmp_path / name / 'meta.json').write_text(json.dumps(meta))
+    keys = {'data_dir': str(tmp_path), 'dataset_stages': (), 'block_size': 32, 'vocab_size': None, 'windows': windows}
+    for mixed, weights in (('two', [1]), ('two:0.7,one:0.3', [0.7, 0.3])):
+        mixture = data.open_mixture({**keys, 'dataset': mixed}, 'val')
+        mixture.plan(100, 10)
+        text, targets = [b''] * len(weights), [0] * len(weights)
+        for (_, y, *_), source in data.eval_batches(mixture, sequences, 2, 0, 1, 'cpu'):
+            read = y[y >= 0].tolist()
+            text[source] += tokenizer.encoding.decode_bytes([token for token in read if token != tokenizer.eot])
+            targets[source] += len(read)
+        nats = [[3.5 * n, n] for n in targets]
+        per_token = sum(weight * len(part) / n for weight, part, n in zip(weights, text, targets, strict=True))
+        row = mixture.losses(nats, sequences)
+        assert row['val_bpb'] == pytest.approx(3.5 / math.log(2) / per_token, rel=1e-12)
 
 
 @pytest.mark.parametrize('with_meta', [True, False])
@@ -235,7 +275,7 @@ def test_nanogpt_files_without_header_are_read_and_the_assumptions_said_once(tmp
     train = data.open_dataset(tmp_path, 'openwebtext', 'train', 10)
     val = data.open_dataset(tmp_path, 'openwebtext', 'val', 10)
     assert np.array_equal(whole(train), tokens[:491]) and np.array_equal(whole(val), tokens[:191])
-    assert (train.vocab_size, train.bytes_per_token) == (50257, None)
+    assert train.vocab_size == 50257
     said = capsys.readouterr().out
     assert said.count('\n') == 1
     assert all(word in said for word in ('openwebtext', '50257', 'uint16', '--vocab_size', 'meta.pkl'))
@@ -554,7 +594,7 @@ def test_evaluation_sees_the_first_windows_once_on_any_number_of_ranks(tmp_path,
 
 def test_synthetic_tokens_are_uniform_fixed_and_differ_between_splits(tmp_path):
     train = data.open_dataset(tmp_path, 'synthetic', 'train', 64)
-    assert train.vocab_size == 50304 and train.n_windows > 10**9 and train.bytes_per_token is None
+    assert train.vocab_size == 50304 and train.n_windows > 10**9
     small = data.open_dataset(tmp_path, 'synthetic', 'train', 1000, vocab_size=10)
     counts = np.bincount(small.read(range(100)).ravel(), minlength=10)
     assert len(counts) == 10 and np.abs(counts - 10_010).max() < 500  # 5 x sqrt(100,100 x 0.1 x 0.9) = 475
@@ -635,7 +675,7 @@ def test_an_epoch_of_chats_holds_every_conversation_once_and_whole_with_its_own_
     make_chats(tmp_path / 'chats', chats, [70, 3, 20, 200, total - 293])
     expected = sorted(as_learned(*chat) for chat in chats)
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
-    assert (dataset.is_packed, dataset.n_tokens, dataset.bytes_per_token) == (True, total, None)
+    assert (dataset.is_packed, dataset.n_tokens) == (True, total)
     assert (dataset.vocab_size, dataset.is_packed) == (VOCAB_SIZE, True)
     assert dataset.n_windows == -(-(total - len(LENGTHS)) // 64)  # here the fewest that can hold them
     n = dataset.n_windows

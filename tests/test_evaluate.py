@@ -228,6 +228,24 @@ def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):
         tasks.read_task(tmp_path / 'of_groups.jsonl', num_fewshot=4)
 
 
+@pytest.mark.parametrize('group', [{}, {'group': 'g'}])
+def test_an_item_that_is_there_several_times_is_never_its_own_example(tmp_path, group):
+    """As in lm_eval 0.4.13, which compares rows: its answer would stand before it."""
+    rows = [{'context': f'q{n % 4}', 'choices': ['yes', 'no'], 'gold': n % 2, **group} for n in range(12)]
+    path, draws, again = write_rows(tmp_path / 'twice.jsonl', rows), random.Random(1234), 0
+    for number, item in enumerate(tasks.read_task(path, num_fewshot=3).items):
+        others = [n for n in range(12) if n % 4 != number % 4]
+        drawn = [n for n in (range(12) if group else draws.sample(range(12), 4)) if n in others][:3]
+        if len(drawn) < 3:
+            drawn, again = draws.sample(others, 3), again + 1
+        assert item.pairs[0][0] == ''.join(f'q{n % 4} {"no" if n % 2 else "yes"}\n\n' for n in drawn) + f'q{number % 4}'
+    assert bool(again) != bool(group)
+    with pytest.raises(ValueError, match='num_fewshot=10: .* 12 examples, too few for .*row 1$'):
+        tasks.read_task(path, num_fewshot=10)
+    if not group:  # CORE leaves the item out by its place, as nanochat does
+        assert len(tasks.read_task(path, num_fewshot=11, protocol='core').items) == 12
+
+
 # --- what a model writes ----------------------------------------------------------------------------------------------
 
 

@@ -159,6 +159,20 @@ def test_half_precision_in_shards(name, dtype, runs, export):
         assert error(theirs.float()(x).logits, ours(x)) <= apart()  # ours computes in fp32
 
 
+def test_what_float16_cannot_hold_is_named_and_nothing_is_written(export, monkeypatch, tmp_path):
+    read = checkpoint.load_weights
+
+    def with_a_large_number(path):
+        weights, state = read(path)
+        weights['blocks.1.mlp.up.weight'][-1, -1] = 7e4
+        return weights, state
+
+    monkeypatch.setattr(checkpoint, 'load_weights', with_a_large_number)
+    with pytest.raises(ValueError, match=r'dtype=float16: model.layers.1.mlp.up_proj.weight goes beyond 65,504: use'):
+        export('llama_tied', '--dtype=float16')
+    assert not (tmp_path / 'exports').exists()
+
+
 def test_a_model_with_its_own_code_is_trained_on_and_saved_again(export, tmp_path):
     theirs, x = loaded(export('nanogpt')[0]), some_tokens(2, 16)
     logits = theirs(x).logits

@@ -254,14 +254,10 @@ def test_validation_is_over_the_same_windows_of_every_source(sources):
     for number, source in enumerate(mixture.sources):
         expected = source.read(range(5))[:, :-1]  # 15 sequences, a third of each
         assert sorted(seen[number]) == sorted(map(tuple, expected.tolist()))
-    for source, bytes_per_token in zip(mixture.sources, (1, 2, 6), strict=True):
-        source.bytes_per_token = bytes_per_token
-    row = mixture.losses([(20.0, 10), (30.0, 10), (80.0, 20)])
+    row = mixture.losses([(20.0, 10), (30.0, 10), (80.0, 20)], 15)
     assert row['val_loss/web'] == 2 and row['val_loss/code'] == 3 and row['val_loss/books'] == 4
     shares = [456 / 1200, 264 / 1200, 480 / 1200]  # of the run
     assert row['val_loss'] == pytest.approx(sum(share * loss for share, loss in zip(shares, (2, 3, 4), strict=True)))
-    bytes_per_token = shares[0] * 1 + shares[1] * 2 + shares[2] * 6  # of the text that the run reads
-    assert row['val_bpb'] == pytest.approx(row['val_loss'] / np.log(2) / bytes_per_token)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -398,7 +394,7 @@ def test_each_token_is_a_target_once_behind_all_of_its_document_or_of_a_window(t
     assert f'{n} documents (train). windows=documents: {n_cut / n:.1%} ' in dataset.line
     assert f'windows=stream: {n_cut_in_stream / n:.1%} ' in dataset.line
     stream = data.open_dataset(tmp_path, 'docs', 'train', 32)
-    assert stream.fingerprint != dataset.fingerprint and dataset.bytes_per_token == stream.bytes_per_token
+    assert stream.fingerprint != dataset.fingerprint
 
 
 def test_documents_need_a_token_that_ends_them(tmp_path):

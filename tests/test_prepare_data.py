@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -96,7 +97,8 @@ def test_training_opens_what_was_prepared(stdlib):
         opened = data.open_dataset(dataset.parent, dataset.name, split, block_size=256)
         totals = meta_of(dataset)['splits'][split]
         assert (opened.n_tokens, opened.vocab_size) == (totals['tokens'], 2048)
-        assert opened.bytes_per_token == totals['bytes'] / totals['tokens']
+        counts, tokenizer = np.bincount(tokens_of(dataset, split)), tokenizers.tokenizer_of(dataset)
+        assert counts @ tokenizer.count_bytes(range(len(counts))) == totals['bytes']
 
 
 def test_synthetic_needs_nothing(tmp_path):

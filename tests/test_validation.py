@@ -71,6 +71,16 @@ def loss_of_folder(model, prepared, dataset, split, sequences):
     return nats / tokens
 
 
+def bytes_per_token(model, prepared, dataset, split, sequences):
+    """Mean bytes of text in a target of the first windows of a split, by transformers' tokenizer."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    source = data.open_dataset(prepared, dataset, split, LENGTH, VOCABULARY)
+    targets = source.read(range(min(sequences, source.n_windows)))[:, 1:].ravel()
+    return len(tokenizer.decode(targets, skip_special_tokens=True).encode()) / len(targets)
+
+
 SCRIPTS = {
     'ddp': ['train_ddp.py'],
     'torch': ['train_fsdp.py'],
@@ -94,6 +104,11 @@ def test_a_dataset_of_its_own_is_validated_on_from_step_0(model, prepared, tmp_p
     assert first['val_loss'] == pytest.approx(
         loss_of_folder(model, prepared, dataset, 'train', 2 * size), rel=4 * APART
     )
+    bits = first['val_loss'] / math.log(2)
+    if dataset == 'test':
+        per_byte = bits / bytes_per_token(model, prepared, dataset, 'train', 2 * size)
+        assert first['val_bpb'] == pytest.approx(per_byte, rel=1e-12)
+    assert ('val_bpb' in first) == (dataset == 'test')  # a template is no text
     assert last['step'] == 2 and last['val_loss'] != first['val_loss']
     assert f'{dataset} (train)' in (tmp_path / 'train.log').read_text()
 
@@ -136,6 +151,8 @@ def test_several_datasets_to_validate_on_have_a_loss_each(model, prepared, tmp_p
     assert row['val_loss/text'] == pytest.approx(loss_of_folder(model, prepared, 'text', 'val', 12), rel=4 * APART)
     assert row['val_loss/test'] == pytest.approx(loss_of_folder(model, prepared, 'test', 'train', 12), rel=4 * APART)
     assert math.isclose(row['val_loss'], (row['val_loss/text'] + row['val_loss/test']) / 2)
+    sizes = [bytes_per_token(model, prepared, *which, 12) for which in (('text', 'val'), ('test', 'train'))]
+    assert row['val_bpb'] == pytest.approx(row['val_loss'] / math.log(2) / (sum(sizes) / 2), rel=1e-12)
 
 
 def test_a_dataset_to_validate_on_needs_the_same_tokenizer(data_dir, tmp_path):

@@ -10,13 +10,15 @@ Text to token ids and back.
 
 Every tokenizer has `name`, `vocab_size` (all ids are below it), `eot` (the id that ends a document), `bos` (the ids
 before its text: one for Llama 3 and Gemma, often none), and the methods encode(text) -> list of ids,
-encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where it spells a special token, it
-gets the tokens of those letters, and encoding adds neither bos nor eot.
+encode_batch(texts) -> list of arrays, decode(ids) -> text, count_bytes(ids) -> bytes of text that each of them stands
+for, 0 of a special token. All text is ordinary: where it spells a special token, it gets the tokens of those letters,
+and encoding adds neither bos nor eot.
 """
 
 import difflib
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -71,6 +73,9 @@ class ByteTokenizer(InBatches):
         parts = (END_OF_TEXT.encode() if token == self.eot else bytes([token]) for token in ids)
         return b''.join(parts).decode('utf-8', 'replace')
 
+    def count_bytes(self, ids):
+        return [int(token != self.eot) for token in ids]
+
 
 class TiktokenTokenizer(InBatches):
     """A tiktoken Encoding."""
@@ -97,6 +102,10 @@ class TiktokenTokenizer(InBatches):
             return self.encoding.decode_single_token_bytes(int(token))
         except KeyError:
             return '\ufffd'.encode()
+
+    def count_bytes(self, ids):
+        special = {self.encoding.encode_single_token(text) for text in self.encoding.special_tokens_set}
+        return [0 if token in special else len(self._bytes_of(token)) for token in ids]
 
 
 class FileTokenizer(InBatches):
@@ -127,6 +136,26 @@ class FileTokenizer(InBatches):
 
     def decode(self, ids):
         return self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def count_bytes(self, ids):
+        """A byte-level vocabulary spells each byte as one letter, and others spell single bytes as <0x0A>. What a token
+        adds to a text otherwise shows behind another token, since a space at the beginning of a text may be dropped."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        decoder = json.loads(self.tokenizer.decoder.__getstate__()) if self.tokenizer.decoder else {}
+        kinds = {part.get('type') for part in (decoder, *decoder.get('decoders', ()))}
+
+        def count(token):
+            spelled = self.tokenizer.id_to_token(token)
+            if spelled is None or token in added:
+                return 0 if spelled is None or added[token].special else len(spelled.encode())
+            if 'ByteLevel' in kinds:
+                return len(spelled)
+            if 'ByteFallback' in kinds and re.fullmatch('<0x[0-9A-F]{2}>', spelled):
+                return 1
+            twice, once = self.tokenizer.decode([token, token]), self.tokenizer.decode([token])
+            return len(twice.encode()) - len(once.encode())
+
+        return [count(int(token)) for token in ids]
 
 
 def open_file(path):
@@ -194,6 +223,11 @@ def _read_meta(dataset_folder):
     meta = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
     facts = meta.get('tokenizer') if isinstance(meta, dict) else None
     return (meta, facts) if isinstance(facts, dict) and 'name' in facts else ({}, None)
+
+
+def names_tokenizer(dataset_folder):
+    """Whether a dataset's meta.json says with which tokenizer it was made."""
+    return _read_meta(dataset_folder)[1] is not None
 
 
 def same_tokenizer(*dataset_folders):

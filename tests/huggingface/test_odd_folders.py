@@ -103,3 +103,36 @@ def test_experts_of_any_size_are_computed_in_half_precision_too(size, tmp_path, 
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert 'experts are computed one after the other' in finetune.cautions(model, pretrained)[0]
     assert not finetune.has_uneven_experts(model_of(save_model(tmp_path / 'even', 'qwen3_moe')))
+
+
+@pytest.mark.parametrize('kind', ['qwen3_moe', 'mixtral'])
+def test_of_a_mixture_the_experts_that_compute_a_token_count(kind, tmp_path):
+    """For the MFU, the log's first lines and the planner; the reference are FLOPs that PyTorch counts."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    folder = save_model(tmp_path / 'model', kind, sliding_window=None)
+    pretrained = finetune.Pretrained(folder, block_size=models.POSITIONS)
+    torch.manual_seed(1)
+    model = finetune.for_training(pretrained)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.set_experts_implementation('eager')  # FlopCounterMode does not know grouped_mm
+    x = torch.randint(models.VOCABULARY, (2, models.POSITIONS))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(x, x)[0].backward()
+    in_vectors = 6 * sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
+    assert counter.get_total_flops() == pytest.approx(x.numel() * (model.flops_per_token() - in_vectors), rel=0.01)
+
+    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if '.experts.' in name)
+    counts = model.parameter_counts()
+    assert counts['active'] == counts['total'] - experts // 2  # 2 of 4
+    with_lora = model_of_lora(folder)
+    frozen = counts['active'] - models.VOCABULARY * 40  # without the embedding
+    added = with_lora.parameter_counts()['trainable']
+    assert with_lora.flops_per_token() == 4 * frozen + 6 * added + model.flops_of_attention
+
+
+def model_of_lora(folder):
+    pretrained = finetune.Pretrained(folder, block_size=models.POSITIONS, lora_rank=2, frozen_dtype='bfloat16')
+    with torch.device('meta'):
+        return finetune.for_training(pretrained)

@@ -82,6 +82,16 @@ def test_one_slow_interval_moves_the_eta_by_a_fifth_of_its_excess(tmp_path, caps
     assert capsys.readouterr().out.endswith(' | eta 0:02:20\n')  # 70 steps of 1000 + 5000 / 5 ms
 
 
+def test_the_eta_of_a_pool_knows_that_its_jobs_are_fewer_or_more(tmp_path, capsys):
+    log = Log(tmp_path, 0, 0, 100, CONFIG, set())
+    for pace in (0.5, 2.0):  # one job of two, four jobs of two
+        log.pace, log._rows_timed, log._step_ms = pace, 1, None
+        log.line(40, {'loss': 2.5, 'time/total': 1000.0})
+    log.close()
+    slow, fast = capsys.readouterr().out.splitlines()[-2:]
+    assert slow.endswith(' | eta 0:02:00') and fast.endswith(' | eta 0:00:30')
+
+
 def test_a_step_fits_on_a_line_of_120_columns(tmp_path, capsys):
     log = Log(tmp_path, 0, 0, 10000, CONFIG, set())
     row = {
