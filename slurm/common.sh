@@ -7,7 +7,7 @@
 set -euo pipefail
 
 say() {
-    echo "[slurm] $*"
+    echo "[slurm] $*" || true # a log that is full ends no run
 }
 
 # End with one line.
@@ -251,7 +251,7 @@ run() {
 
     rm -f "$OUT_DIR/STOP" "$OUT_DIR/PREEMPTED" # of an earlier element
     # The signal comes to this shell only (B:). Bash runs a trap between commands or in wait, hence srun's `&`.
-    trap 'stopped=1; say "time limit near: asking for a checkpoint"; touch "$OUT_DIR/STOP"' USR1
+    trap 'stopped=1; touch "$OUT_DIR/STOP"; say "time limit near: asking for a checkpoint"' USR1
     # --export=ALL: with SLURM_EXPORT_ENV=NONE, which some clusters set, ranks would have none of the variables above.
     # srun of 22.05 and later does not take --cpus-per-task from sbatch. When one node fails, the others must not wait.
     # last_call_timeout: how long a smaller number of nodes waits for the rest, at the start and after a loss.

@@ -171,6 +171,11 @@ def test_what_a_shell_has_kept_of_another_job_does_not_lead_to_its_folder(projec
     assert 'this is not a job: `sbatch slurm/generic.sh ' in errors(result)[0], result.stderr
 
 
+def test_a_log_that_is_full_ends_no_job(project):
+    result = bash('source slurm/common.sh; say hello > /dev/full; echo goes on', project)
+    assert result.returncode == 0 and result.stdout == 'goes on\n', result.stderr
+
+
 def test_a_folder_for_temporary_files_that_cannot_be_made_is_replaced(project, tmp_path):
     show = 'source slurm/common.sh; prepare_environment; echo "$TMPDIR $TRITON_CACHE_DIR"'
     (tmp_path / 'file').touch()
