@@ -495,7 +495,7 @@ def main(config, train_keys, explicit):
 
 
 if __name__ == '__main__':
-    errors.report_errors()
+    errors.report_errors(prints_result=bool(config.plan))
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: end the run under way, and say how to continue
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)

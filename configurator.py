@@ -72,10 +72,11 @@ def configure(Config, pass_on=None):
     `--help` prints every key and `--version` the version, and both exit with 0. A mistake prints one line on stderr and
     exits with 2.
     """
+    complete_console()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C during imports
     module = sys.modules[Config.__module__]
-    script = Path(module.__file__)
+    script = Path(module.__file__).resolve()  # it may be called through a symbolic link
     knobs = read_knobs(script)
     known = knobs if pass_on is None else {key: knob for key, (_, knob) in others(script).items()} | knobs
     values = {key: getattr(Config, key) for key in knobs}
@@ -112,7 +113,7 @@ def configure(Config, pass_on=None):
             (values if key in knobs else pass_on)[key] = value
             explicit[key] = 'command line'
     except Mistake as mistake:
-        # Every rank prints it. torchrun stops the others once one has ended, so rank 0 might not get to print.
+        wait_for_first_rank()
         rank = f'[{os.environ["RANK"]}] ' if 'RANK' in os.environ else ''
         print(f'{rank}error: {mistake}', file=sys.stderr)
         leave_for_torchrun(f'error: {mistake}')
@@ -126,6 +127,19 @@ def configure(Config, pass_on=None):
     return config, explicit
 
 
+def complete_console():
+    """Let a standard stream that is closed, as by `>&-`, lead to /dev/null. Otherwise the next file to be opened, be it
+    a checkpoint, gets its number, and with it what libraries print there."""
+    for number, name in enumerate(('stdin', 'stdout', 'stderr')):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opened under the lowest number that is free
+            stream = open(number, 'w' if number else 'r', closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f'__{name}__', stream)
+
+
 def check_torch(requirements):
     """Raise Mistake if requirements.txt does not allow the installed torch. Without that file any version is fine."""
     with contextlib.suppress(OSError, metadata.PackageNotFoundError):
@@ -136,10 +150,20 @@ def check_torch(requirements):
                 raise Mistake(f"torch {installed} is installed, not {wanted}: `pip install '{wanted}'`")
 
 
+def wait_for_first_rank():
+    """All ranks of a node read the same command line, so the first one says what is wrong with it, and torchrun ends
+    the others, which wait here for that. If it does not, because their files differ, they speak for themselves."""
+    if 'TORCHELASTIC_ERROR_FILE' in os.environ and os.environ.get('LOCAL_RANK') != '0':
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # in torchrun's summary this is no failure of its own
+        time.sleep(10)
+
+
 def leave_for_torchrun(text):
     """Put what ended this rank into the summary that torchrun prints last."""
     if path := os.environ.get('TORCHELASTIC_ERROR_FILE'):
-        Path(path).write_text(json.dumps({'message': text, 'timestamp': int(time.time())}))
+        message = {'message': text, 'extraInfo': {'timestamp': int(time.time())}}  # as torch's own record() has it
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({'message': message}))
 
 
 # --- THE SCRIPT -------------------------------------------------------------------------------------------------------

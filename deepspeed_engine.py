@@ -67,7 +67,8 @@ FIXED = {  # settings that keep their defaults, since with others places_in_zero
 def package(device):
     """Import the package deepspeed for this device. Raises ValueError if it is missing or has another version."""
     os.environ['DS_ACCELERATOR'] = device.type  # read once, by the import
-    os.environ.setdefault('LOCAL_RANK', str(device.index or 0))  # which deepspeed needs even without torchrun
+    # It needs LOCAL_RANK even without torchrun, and takes it for the GPU's number.
+    os.environ['LOCAL_RANK'] = os.environ.get('LOCAL_RANK', '0') if device.type == 'cpu' else str(device.index)
     try:
         import deepspeed
     except Exception as error:  # if it finds CUDA but no nvcc, it raises MissingCUDAException, which is no ImportError

@@ -17,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from importlib import metadata
 from pathlib import Path
@@ -122,7 +123,7 @@ def two_processes_meet():
         'import torch, torch.distributed as dist; dist.init_process_group("gloo"); one = torch.ones(1); '
         'dist.all_reduce(one); assert one.item() == 2; dist.destroy_process_group()'
     )
-    file = Path(os.environ.get('TMPDIR', '/tmp'), f'report_{os.getpid()}.py')
+    file = Path(tempfile.gettempdir(), f'report_{os.getpid()}.py')
     file.write_text(program)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(file)]
     try:
@@ -143,7 +144,7 @@ def compiler():
 
 
 def room_on_disk():
-    folders = [config.out_dir or 'out', 'data', os.environ.get('TMPDIR', '/tmp'), '/dev/shm']
+    folders = [config.out_dir or 'out', 'data', tempfile.gettempdir(), '/dev/shm']
     there = [folder for folder in folders if os.path.isdir(folder)]
     return ', '.join(f'{folder} {shutil.disk_usage(folder).free / 1e9:.1f} GB free' for folder in there)
 

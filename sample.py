@@ -63,7 +63,7 @@ from model import GPT, ModelConfig, generator_of
 from runtime import checkpoint, errors, processes
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
-errors.report_errors(lambda: 'lower batch_size')
+errors.report_errors(lambda: 'lower batch_size', prints_result=True)
 config.device = processes.choose_device(config.device, local_rank=0)
 compute_dtype = processes.choose_dtype(config.dtype, config.device)
 torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would plan anew for every length, so for every token

@@ -8,6 +8,8 @@
 # 3. else .venv is made, or completed. When this shell's python3 has a torch that fits, .venv borrows it, and only what is
 #    missing is installed.
 
+unset PYTHONSAFEPATH # scripts import what lies beside them
+
 setup_env() {
     local here venv wanted base missing
     here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || return

@@ -94,7 +94,7 @@ def main():
     arguments = parser.parse_args()
 
     warnings.filterwarnings('ignore')
-    device = torch.device('cuda', int(os.environ['LOCAL_RANK'])) if torch.cuda.is_available() else torch.device('cpu')
+    device = processes.choose_device('auto', int(os.environ['LOCAL_RANK']))
     synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
     if device.type == 'cuda':
         torch.cuda.set_device(device)

@@ -658,16 +658,25 @@ def apart(results):
     return found
 
 
+def failures(results):
+    """A line for each check that failed, or whose losses are too far from those of another."""
+    wrong = [f'- {name}: `{result["error"]}`' for name, result in results.items() if 'error' in result]
+    return wrong + [f'- {name}: losses differ by {most:.1e} from those of {other}' for name, (other, most, too_far) in
+                    apart(results).items() if too_far]  # fmt: skip
+
+
+def results_in(folder):
+    """{name: result} of all checks so far."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob('*.json'))}
+
+
 def page(bench):
     """The text of OUT/gpu.md: all results, in tables."""
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(bench.out.glob('*.json'))}
+    results = results_in(bench.out)
     left_out = {name: result['left out'] for name, result in results.items() if 'left out' in result}
     results = {name: result for name, result in results.items() if name not in left_out}
     versions = ', '.join(f'{key} {value}' for key, value in results.get('versions', {}).items() if key != 'seconds')
-    wrong = [f'- {name}: `{result["error"]}`' for name, result in results.items() if 'error' in result]
-    losses = apart(results)
-    wrong += [f'- {name}: losses differ by {most:.1e} from those of {other}' for name, (other, most, too_far) in
-              losses.items() if too_far]  # fmt: skip
+    losses, wrong = apart(results), failures(results)
     lines = ['# One GPU, measured', '', f'Written by `python benchmarks/gpu.py`: {versions}']
     lines += ['', f'Checks passed: {len(results) - len(wrong)} of {len(results)}, left out: {len(left_out)}.', *wrong]
 
@@ -740,7 +749,8 @@ def main():
     finally:
         bench.end()
     say(f'{time.monotonic() - began:.0f} s, written: {bench.out / "gpu.md"}')
+    return 1 if failures(results_in(bench.out)) else 0
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

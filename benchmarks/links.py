@@ -157,6 +157,8 @@ def measure_links(device, sizes=None, seconds=0.5, timeout_s=600):
         torch.cuda.set_device(device)
         backend = 'cpu:gloo,cuda:nccl'
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    if device.type == 'cuda':
+        processes.refuse_shared_gpus(device)
     rows = bench(device, sizes, seconds)
     dist.destroy_process_group()
     return rows
@@ -168,7 +170,7 @@ def main():
     parser.add_argument('--largest', type=int, help='bytes of the largest message (default: 64 MiB on a CPU, 256 MiB)')
     parser.add_argument('--json', help='rank 0 writes the rows here, for compare.py --plan --links=FILE')
     arguments = parser.parse_args()
-    errors.report_errors()
+    errors.report_errors(prints_result=not arguments.json)
     _, local_rank, _ = processes.ranks_from_environment()
     sizes = [size for size in SIZES if size <= arguments.largest] if arguments.largest else None
     rows = measure_links(processes.choose_device(arguments.device, local_rank), sizes)

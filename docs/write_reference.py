@@ -39,8 +39,9 @@ that the line puts in. To find out where a line comes from, search this page for
 the same, and then the file for them.
 
 A mistake is printed once per rank, as `[RANK] error: ...`, because torchrun may stop the other ranks before rank 0
-has spoken. The exit code is 2 if the configuration itself was wrong, so that starting again would not help, and 1
-otherwise. What else ends a job, and what it costs, is in [failures.md](failures.md).
+has spoken; a mistake in the command line is printed by the first rank of each node alone. The exit code is 2 if the
+configuration itself was wrong, so that starting again would not help, and 1 otherwise. What else ends a job, and what
+it costs, is in [failures.md](failures.md).
 """
 
 

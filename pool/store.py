@@ -105,7 +105,7 @@ class Store:
                     f'exchange={self.address}: of {racers} writers that were to create the same object {sum(won)} were '
                     'told that it is theirs: this store ignores conditions on writes; use a folder or another store'
                 )
-            skew = time.time() - self._time_of(f'{folder}/race')
+            skew = time.time() - self._retry('read', 'its clock', lambda: self._time_of(f'{folder}/race'))
             if abs(skew) > LARGEST_SKEW_S:
                 where = 'ahead of' if skew > 0 else 'behind'
                 raise ValueError(

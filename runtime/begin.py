@@ -134,7 +134,7 @@ def start_process(config):
     """
     processes.end_with_parent()
     if not config.eval_only:
-        stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 only ask to save and stop, as soon as that is possible
+        stopping.catch_signals()  # from here on they only ask to save and stop, as soon as that is possible
     rank, local_rank, world_size = processes.ranks_from_environment()
     # With dry_run a login node without GPUs may plan for a node that has them.
     device = processes.choose_device(config.device, local_rank, must_exist=not config.dry_run)
@@ -483,6 +483,8 @@ def join_ranks(timeout_s, device):
             if interface not in (None, 'lo'):
                 os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        if device.type == 'cuda':
+            processes.refuse_shared_gpus(device)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

@@ -80,7 +80,7 @@ def claim(out_dir, patience_s=5, lease_s=NFS_LEASE_S, say=print):
     path = os.path.join(out_dir, '.lock')
     # Never closed: the system releases the lock when the process ends, however it ends. A POSIX lock rather than
     # flock()'s, because NFS has it, forked children do not inherit it, and this process may claim the directory twice.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as for all files of a run
     began, waits_for = time.monotonic(), None
     while True:
         try:

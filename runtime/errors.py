@@ -13,16 +13,21 @@ import time
 import traceback
 
 from configurator import leave_for_torchrun
+from runtime import console
 from runtime.files import FOLDERS
 from runtime.stopping import note_error
 
 
-def report_errors(out_of_memory_advice=None):
+def report_errors(out_of_memory_advice=None, prints_result=False):
     """Install the hook that prints the error which ends this process: one line for a user's mistake, otherwise the
     traceback.
 
     out_of_memory_advice: function without arguments that returns a line with the predicted need and the keys to lower.
+    prints_result: whether the result of this script is what it prints, and not files. Only then does a console that is
+    closed or full end it.
     """
+    if not prints_result:
+        console.outlive()
 
     def hook(kind, error, trace):
         report(error.with_traceback(trace), out_of_memory_advice)
@@ -30,7 +35,7 @@ def report_errors(out_of_memory_advice=None):
         if 'torch' in sys.modules and sys.modules['torch'].distributed.is_initialized():
             # Finalizing Python with collectives in flight can block. Ending at once closes the sockets, by which the
             # other ranks notice it.
-            os._exit(1)
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)  # 130: as shells say it
 
     sys.excepthook = hook
     if hasattr(sys.stdout, 'reconfigure'):
@@ -79,7 +84,7 @@ def is_users_mistake(error):
     if not isinstance(error, (ValueError, OSError)):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and os.path.dirname(os.path.abspath(frames[-1].filename)) in FOLDERS
+    return bool(frames) and os.path.dirname(os.path.realpath(frames[-1].filename)) in FOLDERS
 
 
 def is_out_of_memory(error):

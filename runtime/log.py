@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import VERSION
+from runtime.console import lost as console_lost
 from runtime.files import ROOT, code_version, write_file
 from runtime.meter import device_name
 
@@ -75,6 +76,7 @@ class Log:
         out_dir.mkdir(parents=True, exist_ok=True)
         self._max_iters = max_iters
         self._has_failed = False  # to write a line
+        self._console_is_lost = False
         self._rows_timed = 0  # the first has what happens once in it, such as compilation
         self._step_ms = None  # smoothed milliseconds per step, for the ETA
         self.pace = 1.0  # by how many of max_iters a timed step advances the run: in a pool, more with more jobs
@@ -98,6 +100,12 @@ class Log:
             if console:
                 print(f'{now} {line}', flush=True)
             self._write(self._text, f'{day} {now} {line}')
+        if console_lost and not self._console_is_lost:
+            self._console_is_lost = True
+            error = console_lost[0].strerror
+            self._write(
+                self._text, f'{day} {now} WARNING: the console takes no more lines ({error}): they are here alone'
+            )
 
     def line(self, step, values):
         """Show a step on the console and in train.log alone."""

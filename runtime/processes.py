@@ -29,23 +29,29 @@ def ranks_from_environment():
     Raises ValueError if only some are set, because a leftover `export RANK=0` would hang at the rendezvous. Also raises
     it if another launcher has started several copies of this script, since each would take itself for the whole run.
     """
+    script = os.path.basename(sys.argv[0])
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
     if len(missing) == len(TORCHRUN_VARIABLES):
         for launcher, name in COPIES.items():
             if (copies := os.environ.get(name, '1')) not in ('', '1'):
-                script = os.path.basename(sys.argv[0])
                 raise ValueError(
                     f'{launcher} has started {copies} copies of this script, each by itself ({name}={copies}): start '
-                    f'them with `torchrun --nproc_per_node=N {script} ...`, one torchrun per node, as slurm/generic.sh'
+                    f'them with `torchrun --nproc_per_node=N {script} ...`, one torchrun per node, as '
+                    f'slurm/generic.sh, or `unset {name}` if this is the only one'
                 )
         return 0, 0, 1
+    set_ones = {name: os.environ[name] for name in TORCHRUN_VARIABLES if name in os.environ}
+    found = ', '.join(f'{name}={value}' for name, value in set_ones.items())
+    advice = f'start with `torchrun --nproc_per_node=N {script} ...`, or unset them to run as one process'
     if missing:
-        found = ', '.join(f'{name}={os.environ[name]}' for name in TORCHRUN_VARIABLES if name in os.environ)
-        raise ValueError(
-            f'{found} set in the environment but not {", ".join(missing)}: start with `torchrun --nproc_per_node=N '
-            f'{os.path.basename(sys.argv[0])} ...`, or unset them to run as one process'
-        )
-    return int(os.environ['RANK']), int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
+        raise ValueError(f'{found} set in the environment but not {", ".join(missing)}: {advice}')
+    numbers = [set_ones[name] for name in TORCHRUN_VARIABLES[:4]]
+    if not all(number.isdigit() for number in numbers):
+        raise ValueError(f'{found} set in the environment, of which the first four are no numbers: {advice}')
+    rank, local_rank, world_size, local_size = map(int, numbers)
+    if not (rank < world_size and local_rank < local_size <= world_size):
+        raise ValueError(f'{found} set in the environment, which contradict each other: {advice}')
+    return rank, local_rank, world_size
 
 
 def local_world_size():
@@ -183,17 +189,47 @@ def choose_device(device, local_rank, must_exist=True):
     kind, _, index = device.partition(':')
     if kind != 'cuda' or not (index == '' or index.isdigit()):
         raise ValueError(f"device={device}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    local_size = local_world_size()
-    if index and local_size > 1 and must_exist:
-        raise ValueError(f'device={device} puts {local_size} ranks on one GPU: --device=cuda gives each its own')
-    gpus = torch.cuda.device_count()
-    index = int(index) if index else local_rank
-    if index >= gpus and must_exist:
-        raise ValueError(
-            f'device={device}: GPU {index} asked for (local rank {local_rank}), this node has {gpus}: '
-            f'use --nproc_per_node={max(gpus, 1)}' + ('' if gpus else ' and --device=cpu')
-        )
-    return torch.device('cuda', index)
+    if not must_exist:
+        return torch.device('cuda', int(index) if index else local_rank)
+    asked = int(index) if index else None
+    return torch.device('cuda', gpu_of_rank(asked, local_rank, local_world_size(), torch.cuda.device_count()))
+
+
+def gpu_of_rank(asked, local_rank, local_size, gpus):
+    """
+    The number of a rank's GPU among the `gpus` that it sees. asked: the N of device=cuda:N, or None.
+
+    If there is one, several ranks of a node may each see their own, as `srun --gpus-per-task=1` and wrappers that set
+    CUDA_VISIBLE_DEVICES for each rank arrange it. refuse_shared_gpus() finds out whether it is the same one.
+    Raises ValueError if there is no such GPU, or if some rank of this node has none.
+    """
+    if local_size > 1 and gpus == 1:
+        local_rank = 0
+    elif local_size > 1 and asked is not None:
+        raise ValueError(f'device=cuda:{asked} puts {local_size} ranks on one GPU: --device=cuda gives each its own')
+    number = local_rank if asked is None else asked
+    if number >= gpus:
+        given = f'local rank {local_rank}' if asked is None else f'device=cuda:{asked}'
+        advice = '--device=cpu' if gpus == 0 else f'--nproc_per_node={gpus}' if asked is None else '--device=cuda'
+        raise ValueError(f'{given}: GPU {number} asked for, of the {gpus} that this process sees: use {advice}')
+    return number
+
+
+def refuse_shared_gpus(device):
+    """Raise ValueError on every rank if two ranks are on one GPU. NCCL would find that out only later, in its own
+    words. Collective, over the whole process group."""
+    import torch
+    import torch.distributed as dist
+
+    ids = [None] * dist.get_world_size()
+    dist.all_gather_object(ids, str(torch.cuda.get_device_properties(device).uuid))
+    for one in ids:
+        if ids.count(one) > 1:
+            sharing = ranks_in_words([rank for rank, other in enumerate(ids) if other == one])
+            raise ValueError(
+                f'{sharing} are on the same GPU ({one}): start as many ranks on a node as it has GPUs '
+                f'(--nproc_per_node={len({*ids})} on a single node), or let each see one of its own'
+            )
 
 
 def refuse_old_driver():

@@ -17,32 +17,51 @@ from pathlib import Path
 from runtime.files import remove_if_there, write_file
 from runtime.processes import on_rank_0
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+INTERRUPTIONS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # end a run that nobody planned to cut into parts
 STOP_FILE, END_OF_JOB = 65, 66  # reasons other than a signal; signals have smaller numbers
 received = []  # the signals that this process has received, in order
 
 
-def catch_signals(signals=(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)):
-    """From here on these signals only ask this rank to stop at a step boundary; a second signal changes nothing.
+def catch_signals(more=()):
+    """From here on signals only ask this rank to stop at a step boundary; a second signal changes nothing.
 
-    By default without SIGINT: until there is something to save, Ctrl-C ends the process.
+    more: SIGINT, once there is something to save; until then Ctrl-C ends the process. SIGHUP, which a terminal sends
+    when it goes away, stays ignored where it is, as under nohup.
     """
-    for number in signals:
-        signal.signal(number, lambda number, frame: received.append(number))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, *more):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: received.append(number))
 
 
 def end_of_slurm_job():
-    """When Slurm will end this job, in seconds of time.time(); infinity outside of a job or if it is unknown."""
-    if 'SLURM_JOB_END_TIME' in os.environ:
-        return float(os.environ['SLURM_JOB_END_TIME'])
-    if 'SLURM_JOB_ID' in os.environ:  # Slurm before 23.02 lacks that variable; squeue prints the time left: D-HH:MM:SS
-        command = ['squeue', '-h', '-j', os.environ['SLURM_JOB_ID'], '-o', '%L']
+    """
+    When Slurm will end this job, in seconds of time.time(); infinity outside of a job or if it is unknown.
+
+    A shell may hold the variables of a job that has ended, or of another one (tmux outlives jobs; a login shell that
+    one of them started). An end that has passed, and the end of a job other than that of this process, say nothing.
+    """
+    job = os.environ.get('SLURM_JOB_ID')
+    if job_of_process() not in (None, job):
+        return math.inf
+    with contextlib.suppress(KeyError, ValueError):
+        end = float(os.environ['SLURM_JOB_END_TIME'])
+        return end if end > time.time() else math.inf
+    if job:  # Slurm before 23.02 lacks that variable; squeue prints the time left: D-HH:MM:SS
+        command = ['squeue', '-h', '-j', job, '-o', '%L']
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             left = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
             if found := re.fullmatch(r'(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)', left):
                 days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
                 return time.time() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     return math.inf
+
+
+def job_of_process(cgroup='/proc/self/cgroup'):
+    """The id of the Slurm job whose control group this process is in; None if there is none or it cannot be seen."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r'/job_(\d+)(/|$)', Path(cgroup).read_text(), re.MULTILINE):
+            return found[1]
+    return None
 
 
 class StopRequest:
@@ -57,9 +76,10 @@ class StopRequest:
         the job's time. say: called on rank 0 with a line that says when that will be."""
         import torch.distributed as dist
 
-        catch_signals(SIGNALS)
+        catch_signals(more=[signal.SIGINT])
         self.out_dir, self.stop_file = out_dir, os.path.join(out_dir, 'STOP')
         self.rank, self.looked_at, self.reason = dist.get_rank(), -math.inf, ''
+        self.exit_code = 0  # of a run that ended with end()
         self.stops_at, self.met_at, self.between = math.inf, time.monotonic(), 0.0
         if self.rank == 0:
             left = end_of_slurm_job() - time.time() if stop_before_end_s else math.inf
@@ -88,6 +108,7 @@ class StopRequest:
         if cause:
             what = {STOP_FILE: f'there is a file {self.stop_file}', END_OF_JOB: "the job's time is nearly over"}
             self.reason = what.get(cause) or f'rank {rank} got {signal.Signals(cause).name}'
+            self.exit_code = 128 + cause if cause in INTERRUPTIONS else 0
         elif not now:
             self._send()
         return bool(cause)
@@ -117,9 +138,13 @@ class StopRequest:
         The run ends here, saved at `step`. Rank 0 writes the file DONE, or after a request PREEMPTED and removes STOP.
 
         early: why it ends before max_iters although nobody asked for it; '' = it does not. Returns a line that says why
-        it ended.
+        it ended. Then exit_code is what a shell makes of the interruption (130 after Ctrl-C), so that in
+        `train && export` nothing is exported. It is 0 where the run is meant to go on later, since torchrun would start
+        its ranks again otherwise; and on other ranks than 0, since torchrun kills the rest 30 s after one has failed,
+        and rank 0 is the last to end.
         """
         is_done = step == max_iters or early
+        self.exit_code = self.exit_code if self.rank == 0 and not is_done else 0
         if self.rank == 0:
             if is_done:
                 reason = f'{step} of {max_iters} steps: {early}' if early and step < max_iters else max_iters

@@ -249,10 +249,10 @@ class Watch:
 
     def end(self, step):
         """Wait for the last checkpoint, write the file DONE (or PREEMPTED, after a request to stop), and end the
-        process."""
+        process, after an interruption with the exit code that shells give it."""
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             self.saver.wait()
         self.watchdog.close()
         self.say(self.stop_request.end(step, self.config.max_iters, self.best.why_end()))
         self.log.close()
-        processes.leave()
+        processes.leave(self.stop_request.exit_code)

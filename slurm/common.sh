@@ -7,7 +7,7 @@
 set -euo pipefail
 
 say() {
-    echo "[slurm] $*"
+    echo "[slurm] $*" || true # a log that is full ends no run
 }
 
 # End with one line.
@@ -52,15 +52,18 @@ end_chain() {
 }
 
 # --- settings ---------------------------------------------------------------------------------------------------------
-cd "${SLURM_SUBMIT_DIR:-.}" # where the project is: sbatch runs a copy of the script from its spool folder
+unset PYTHONSAFEPATH # scripts import what lies beside them
 mkdir -p slurm/logs
 if [[ -f slurm/local.sh ]]; then
     # shellcheck source=slurm/local.example.sh
     source slurm/local.sh
 fi
 
+# A shell may still have the variables of a job that has ended.
 in_job() {
-    [[ -n ${SLURM_JOB_ID:-} ]]
+    local now
+    now=$(date +%s)
+    [[ -n ${SLURM_JOB_ID:-} ]] && ((${SLURM_JOB_END_TIME:-$now} >= now))
 }
 
 require_datasets_dir() {
@@ -97,6 +100,11 @@ prepare_environment() {
     fi
     # Compilers and wandb write below HOME, which some clusters mount read-only in jobs.
     local scratch=${SLURM_TMPDIR:-${TMPDIR:-/tmp}/${USER:-job}-$SLURM_JOB_ID}
+    if ! mkdir -p "$scratch" 2> /dev/null; then # a TMPDIR of the login node's, for example
+        say "$scratch cannot be made: using /tmp"
+        export TMPDIR=/tmp
+        scratch=/tmp/${USER:-job}-$SLURM_JOB_ID
+    fi
     export TRITON_CACHE_DIR=$scratch/triton TORCHINDUCTOR_CACHE_DIR=$scratch/inductor
     export WANDB_CACHE_DIR=$scratch/wandb WANDB_CONFIG_DIR=$scratch/wandb
 }
@@ -243,10 +251,11 @@ run() {
 
     rm -f "$OUT_DIR/STOP" "$OUT_DIR/PREEMPTED" # of an earlier element
     # The signal comes to this shell only (B:). Bash runs a trap between commands or in wait, hence srun's `&`.
-    trap 'stopped=1; say "time limit near: asking for a checkpoint"; touch "$OUT_DIR/STOP"' USR1
+    trap 'stopped=1; touch "$OUT_DIR/STOP"; say "time limit near: asking for a checkpoint"' USR1
+    # --export=ALL: with SLURM_EXPORT_ENV=NONE, which some clusters set, ranks would have none of the variables above.
     # srun of 22.05 and later does not take --cpus-per-task from sbatch. When one node fails, the others must not wait.
     # last_call_timeout: how long a smaller number of nodes waits for the rest, at the start and after a loss.
-    srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+    srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
         --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit="$kill" \
         "$PYTHON" -m torch.distributed.run --nnodes="$nodes" --nproc_per_node="$NPROC" --max-restarts="$restarts" \
         --rdzv-conf=last_call_timeout=120 --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" "$SCRIPT" "$@" &

@@ -12,6 +12,6 @@
 #
 #     python compare.py config/sweep_lr.py --slurm='--gpus-per-node=h100:1 --time=1:00:00' --data_dir="$DATASETS_DIR"
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 prepare_environment
 exec "$PYTHON" compare.py "$@" --element="$SLURM_ARRAY_TASK_ID"

@@ -21,5 +21,5 @@
 # (--no-kill) leaves the others to go on from the last checkpoint; MIN_NODES=4 in the environment ends the job instead.
 : "${SCRIPT:=train_diloco.py}" "${CONFIG:=config/diloco_enoki.py}" "${MIN_NODES:=1}"
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

@@ -12,5 +12,5 @@
 #
 # Fir: a node of 4 H100 80GB, 48 cores, 1125 GB; compute nodes reach the internet; at most 7 days.
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

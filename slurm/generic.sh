@@ -16,5 +16,5 @@
 #
 # MODULES in slurm/local.sh names what to load (MODULES='' loads nothing); OFFLINE=1 where nodes have no internet.
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

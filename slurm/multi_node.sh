@@ -18,5 +18,5 @@
 #
 # replicate_size: copies of the sharded model. One per node keeps gathers inside of nodes; between them gradients travel.
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

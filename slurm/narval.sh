@@ -13,5 +13,5 @@
 # Narval: a node of 4 A100 40GB, 48 cores, 498 GB; no internet on compute nodes; at most 7 days.
 # Half the memory of an H100: if --dry_run says so, lower batch_size; global_batch_size keeps the run the same.
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

@@ -13,5 +13,5 @@
 # Nibi: a node of 8 H100 80GB, 112 cores, 2000 GB; compute nodes reach the internet; at most 7 days.
 # Nodes are joined by Ethernet, so prefer one node, or train_diloco.py over several.
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

@@ -19,7 +19,7 @@
 # Before its time limit a job gives what it has learned, leaves, and is queued again until the pool has trained all.
 : "${SCRIPT:=train_pool.py}" "${CONFIG:=config/diloco_enoki.py}"
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 
 pool=$(argument exchange "$@")
 # shellcheck disable=SC2016  # the user's shell is to expand it

@@ -15,7 +15,7 @@
 #
 # Cut by its time limit, the same command goes on where it was.
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 require_datasets_dir
 prepare_environment
 if [[ ${OFFLINE:-0} == 1 ]]; then

@@ -17,5 +17,5 @@
 #
 # Jobs of up to 3 hours start soonest there; the array makes a long run of them. %1: one element after the other.
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

@@ -7,7 +7,6 @@
 # else from the package index. pyarrow is part of the module `arrow`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-unset SLURM_SUBMIT_DIR # of an interactive job around this
 source slurm/common.sh
 load_modules
 

@@ -13,5 +13,5 @@
 # tamIA: whole nodes of 4 H100, 48 cores, 512 GB; no internet on compute nodes; at most 24 hours.
 # The nodes of 8 H200, 64 cores, 1024 GB: sbatch --gpus-per-node=h200:8 --cpus-per-task=64 slurm/tamia.sh ...
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

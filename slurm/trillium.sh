@@ -13,5 +13,5 @@
 # Trillium: a node of 4 H100 80GB, 96 cores, 749 GB, asked for without a type name; no internet on compute nodes; at
 # most 24 hours. HOME and PROJECT are read-only in jobs: clone this project below $SCRATCH and submit from there.
 # shellcheck source=slurm/common.sh
-source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
+source slurm/common.sh || exit 1 # sbatch copies this file, but starts it where it was called
 launch "$@"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import REPO
+from launch import REPO, environment, run_script
 
 from configurator import checked, parse, read_knobs
 from keys import OTHER_TRAINERS
@@ -425,6 +425,24 @@ def test_a_key_of_another_train_script_in_a_file_is_skipped_with_one_notice(run,
 def test_a_mistake_under_torchrun_names_the_rank(error, monkeypatch, run):
     monkeypatch.setenv('RANK', '3')
     assert error('--batch_size=x').startswith('[3] error: --batch_size')
+
+
+def test_a_mistake_of_all_ranks_is_said_once_and_once_more_in_the_summary_of_torchrun():
+    result = run_script('train_ddp.py', '--optimizr=adamw', nproc=3, check=False)
+    lines = [line for line in result.stderr.splitlines() if 'did you mean optimizer?' in line]
+    assert result.returncode == 1 and len(lines) == 2, result.stderr
+    said, summed_up = (line.partition('error: ')[0] for line in lines)
+    assert said == '[0] ' and summed_up.split() == ['traceback', ':'], lines
+    assert '<NO_OTHER_FAILURES>' in result.stderr and 'new message format' not in result.stderr, result.stderr
+
+
+def test_a_script_may_be_called_through_a_link_and_without_docstrings(tmp_path):
+    """What is raised in the script itself is a user's mistake there, too."""
+    (tmp_path / 'link.py').symlink_to(REPO / 'evaluate.py')
+    command = [sys.executable, '-OO', tmp_path / 'link.py', '--device=cpu']
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.startswith('[0] error: no tasks: '), result.stderr
+    assert result.stderr.count('\n') == 1, result.stderr
 
 
 # --- keys for other scripts -------------------------------------------------------------------------------------------

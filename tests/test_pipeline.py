@@ -547,7 +547,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_resumes_it_and_a_file_s
     job = Job('train_pipeline.py', keys, 4, tmp_path / 'log')
     job.wait_for(lambda: last_step(out_dir) > newest + 2)
     send(job.ranks()[2], signal.SIGTERM)
-    assert job.wait() == [0] * 4, job.text()
+    assert job.wait() == [143, 0, 0, 0], job.text()
     stopped = int((out_dir / 'PREEMPTED').read_text())
     assert f'at step {newest}\n' in job.text() and complete(out_dir)[-1] == stopped == last_step(out_dir)
     job = Job('train_pipeline.py', keys, 4, tmp_path / 'log')

@@ -35,7 +35,7 @@ SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
 # Without special tokens, since transformers would take them for such. The docstring above is part of the sample.
 SAMPLE_TEXT = (
     "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|> unbelievably\n"
-    + __doc__
+    + Path(__file__).read_text(encoding='utf-8')[:1200]  # not __doc__: python -OO has none
 )
 # What only a few treat differently: a letter in two parts, letters without width, spaces before a word.
 ODD_TEXTS = (' a', '\na  b ', 'e\u0301\u200b \u00a0\ufeff x1y 23\r\n', '  \n\nc \r\n d\n\n    \t tide \t\t e')

@@ -35,6 +35,9 @@ def test_checks_leave_results_and_a_page_and_a_second_call_does_those_that_were_
     page = (tmp_path / 'gpu.md').read_text()
     assert f'torch {torch.__version__}' in page and 'Checks passed: 3 of 3, left out: 0.' in page
     assert ' ok ' not in run_script('benchmarks/gpu.py', *arguments).stdout
+    (tmp_path / 'start.json').write_text('{"error": "no GPU"}')
+    failed = run_script('benchmarks/gpu.py', *arguments, check=False)
+    assert failed.returncode == 1 and '- start: `no GPU`' in (tmp_path / 'gpu.md').read_text()
 
 
 def test_checks_run_side_by_side_with_their_share_of_the_cores_and_after_those_that_they_need(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import termios
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,19 +22,85 @@ from outputs import column
 import deepspeed_engine
 from runtime import begin, processes
 
+# What a launcher, a wrapper or an earlier job has left in the environment, and what a script makes of it: (rank, local
+# rank, ranks), or what is said. TORCHRUN stands for RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE, with an address.
+ENVIRONMENTS = {
+    'nothing': ({}, (0, 0, 1)),
+    'torchrun': ({'TORCHRUN': '3 3 4 4'}, (3, 3, 4)),
+    'one torchrun per node under srun': ({'TORCHRUN': '5 1 8 4', 'SLURM_STEP_NUM_TASKS': '2'}, (5, 1, 8)),
+    'an interactive shell of srun --pty': ({'SLURM_STEP_NUM_TASKS': '1', 'SLURM_PROCID': '0'}, (0, 0, 1)),
+    'a job without a step': ({'SLURM_JOB_ID': '7', 'SLURM_NTASKS': '4', 'SLURM_PROCID': '0'}, (0, 0, 1)),
+    'copies by srun': ({'SLURM_STEP_NUM_TASKS': '4'}, 'srun .*4 copies .*NUM_TASKS=4.*`torchrun .*`unset SLURM_STEP_'),
+    'copies by mpirun': ({'OMPI_COMM_WORLD_SIZE': '4'}, 'mpirun .*4 copies .*WORLD_SIZE=4.*`torchrun --nproc_per_node'),
+    'copies by mpiexec': ({'PMI_SIZE': '4'}, 'mpiexec .*4 copies .*PMI_SIZE=4.*`torchrun --nproc_per_node'),
+    'a rank that was exported once': ({'RANK': '0'}, 'RANK=0 set .* but not LOCAL_RANK, .*unset them'),
+    'a wrapper without LOCAL_WORLD_SIZE': (
+        {'RANK': '3', 'LOCAL_RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'n1', 'MASTER_PORT': '29500'},
+        'RANK=3, LOCAL_RANK=3, .* but not LOCAL_WORLD_SIZE',
+    ),
+    'a wrapper whose variables were empty': ({'TORCHRUN': '0 0 1 '}, 'LOCAL_WORLD_SIZE=, .* no numbers'),
+    'a rank beyond the last': ({'TORCHRUN': '4 0 4 1'}, 'RANK=4, .* contradict'),
+    'more ranks on the node than in all': ({'TORCHRUN': '0 0 2 4'}, 'LOCAL_WORLD_SIZE=4, .* contradict'),
+}
 
-@pytest.mark.parametrize('name', ['SLURM_STEP_NUM_TASKS', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE'])
-def test_copies_of_a_script_that_do_not_know_of_each_other_are_refused(name, monkeypatch):
-    for variable in processes.TORCHRUN_VARIABLES:
+
+@pytest.mark.parametrize('case', ENVIRONMENTS)
+def test_which_rank_this_is_follows_from_the_environment_or_is_refused(case, monkeypatch):
+    given, expected = ENVIRONMENTS[case]
+    for variable in (*processes.TORCHRUN_VARIABLES, *processes.COPIES.values()):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv(name, '1')
-    assert processes.ranks_from_environment() == (0, 0, 1)
-    monkeypatch.setenv(name, '4')
-    with pytest.raises(ValueError, match=f'4 copies .*{name}=4.*`torchrun --nproc_per_node'):
-        processes.ranks_from_environment()
-    for number, variable in enumerate(processes.TORCHRUN_VARIABLES):  # of one torchrun per node, under srun
-        monkeypatch.setenv(variable, str(number))
-    assert processes.ranks_from_environment() == (0, 1, 2)
+    if numbers := given.get('TORCHRUN'):
+        values = [*numbers.split(' '), '127.0.0.1', '29500']
+        given = given | dict(zip(processes.TORCHRUN_VARIABLES, values, strict=True))
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, tuple):
+        assert processes.ranks_from_environment() == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            processes.ranks_from_environment()
+
+
+# (N of device=cuda:N, local rank, ranks on the node, GPUs that the rank sees): the GPU's number, or what is said.
+GPUS = {
+    'as many as ranks': ((None, 3, 4, 4), 3),
+    'more than ranks': ((None, 1, 2, 8), 1),
+    'one that was named': ((1, 0, 1, 2), 1),
+    'one for each rank, as by srun --gpus-per-task=1': ((None, 3, 4, 1), 0),
+    'the same, named': ((0, 3, 4, 1), 0),
+    'a torchrun for each rank, of which each sees all GPUs': ((None, 0, 1, 4), 0),  # refuse_shared_gpus() sees it
+    'fewer than ranks': ((None, 2, 4, 2), 'local rank 2: GPU 2 .* 2 that .*--nproc_per_node=2'),
+    'none': ((None, 0, 1, 0), 'GPU 0 .* 0 that .*--device=cpu'),
+    'none for several ranks': ((None, 1, 2, 0), 'GPU 1 .* 0 that .*--device=cpu'),
+    'one that there is not': ((3, 0, 1, 2), 'device=cuda:3: GPU 3 .* 2 that .*--device=cuda$'),
+    'one for several ranks': ((1, 1, 2, 2), 'device=cuda:1 .*2 ranks .*--device=cuda '),
+}
+
+
+@pytest.mark.parametrize('case', GPUS)
+def test_which_gpu_a_rank_takes(case):
+    given, expected = GPUS[case]
+    if isinstance(expected, int):
+        assert processes.gpu_of_rank(*given) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            processes.gpu_of_rank(*given)
+
+
+def join_with_gpu(ids):
+    """What refuse_shared_gpus() says on this rank, whose GPU has the id ids[rank]."""
+    properties = SimpleNamespace(uuid=ids[dist.get_rank()])
+    with mock.patch.object(torch.cuda, 'get_device_properties', lambda device: properties):
+        try:
+            processes.refuse_shared_gpus(torch.device('cuda', 0))
+        except ValueError as error:
+            return str(error)
+
+
+def test_ranks_that_are_on_the_same_gpu_are_refused_by_all_ranks_and_others_are_not():
+    assert run_function(2, join_with_gpu, ['a', 'b']) == [None, None]
+    said = run_function(2, join_with_gpu, ['a', 'a'])
+    assert said[0] == said[1] and 'ranks 0, 1 are on the same GPU (a): ' in said[0] and '--nproc_per_node=1' in said[0]
 
 
 def test_long_work_says_on_rank_0_how_far_it_is(monkeypatch, capsys):
@@ -58,28 +125,21 @@ def test_a_terminal_shows_a_bar(monkeypatch):
     assert re.match(r'\rloading it: +0%\| *\| 0.00/4.00G ', shown), shown
 
 
-def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    assert processes.choose_device('cuda:1', local_rank=0) == torch.device('cuda:1')
-    monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
-    with pytest.raises(ValueError, match='device=cuda:1 .*2 ranks .*--device=cuda '):
-        processes.choose_device('cuda:1', local_rank=1)
-    assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:1')
-
-
 def test_a_device_that_there_is_not_is_refused():
     for device in ('gpu', 'cuda:one', 'mps'):
         with pytest.raises(ValueError, match=f"device={device}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'"):
             processes.choose_device(device, local_rank=0)
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+def test_a_rank_asks_for_the_gpu_of_its_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    with pytest.raises(ValueError, match='GPU 2 .*local rank 2.* 2: .*--nproc_per_node='):
-        processes.choose_device('cuda', local_rank=2)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
-    with pytest.raises(ValueError, match=' 0: .*--nproc_per_node=1 .*--device=cpu'):
-        processes.choose_device('cuda', local_rank=0)
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
+    assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:1')
+    with pytest.raises(ValueError, match='--device=cuda gives each its own'):
+        processes.choose_device('cuda:1', local_rank=1)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:0')
+    assert processes.choose_device('cuda', local_rank=1, must_exist=False) == torch.device('cuda:1')  # a plan
 
 
 def test_a_driver_too_old_for_torch_does_not_mean_training_on_the_cpu(monkeypatch):
@@ -285,6 +345,12 @@ def test_without_nvcc_deepspeed_is_missing_in_one_line(monkeypatch, tmp_path):
         monkeypatch.setenv(name, '0')  # package() sets them
     with pytest.raises(ValueError, match=re.escape('needs the package deepspeed (no nvcc)')):
         deepspeed_engine.package(torch.device('cpu'))
+    # DeepSpeed takes LOCAL_RANK for the GPU's number: on rank 3 of 4 that see one GPU each, the first.
+    for device, local_rank, expected in (('cuda:0', '3', '0'), ('cuda:1', '0', '1'), ('cpu', '3', '3')):
+        monkeypatch.setenv('LOCAL_RANK', local_rank)
+        with pytest.raises(ValueError):
+            deepspeed_engine.package(torch.device(device))
+        assert os.environ['LOCAL_RANK'] == expected
 
 
 def test_ddp_does_not_split_compiled_blocks(data_dir, tmp_path):

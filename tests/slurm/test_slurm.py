@@ -119,7 +119,8 @@ def test_a_cluster_file_asks_for_a_whole_node_of_its_cluster_and_is_short(name):
     assert request['ntasks-per-node'] == '1'
     assert len(text.splitlines()) <= 25
     code = [line for line in text.splitlines() if not line.startswith(('#', ': "${SCRIPT:='))]
-    assert code == ['source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1', 'launch "$@"']
+    source, *others = code
+    assert source.startswith('source slurm/common.sh || exit 1 ') and others == ['launch "$@"']
 
 
 def test_a_clone_has_the_log_folder_and_never_the_local_settings():
@@ -161,6 +162,29 @@ def test_offline_where_compute_nodes_have_no_internet(project):
     assert bash(show, project, **in_job(**by_host)).stdout.endswith('offline 1\n')
     assert bash(show, project, CC_CLUSTER='narval').stdout.endswith('unset unset\n')  # a login node downloads
     assert bash(show, project, **in_job(OFFLINE='1', MODULES='')).stdout == 'offline 1\n'
+    over = in_job(CC_CLUSTER='narval', SLURM_JOB_END_TIME='1')  # what a shell has kept of a job that has ended
+    assert bash(show, project, **over).stdout.endswith('unset unset\n')
+
+
+def test_what_a_shell_has_kept_of_another_job_does_not_lead_to_its_folder(project, tmp_path):
+    result = bash('bash slurm/generic.sh', project, SLURM_SUBMIT_DIR=str(tmp_path))
+    assert 'this is not a job: `sbatch slurm/generic.sh ' in errors(result)[0], result.stderr
+
+
+def test_a_log_that_is_full_ends_no_job(project):
+    result = bash('source slurm/common.sh; say hello > /dev/full; echo goes on', project)
+    assert result.returncode == 0 and result.stdout == 'goes on\n', result.stderr
+
+
+def test_a_folder_for_temporary_files_that_cannot_be_made_is_replaced(project, tmp_path):
+    show = 'source slurm/common.sh; prepare_environment; echo "$TMPDIR $TRITON_CACHE_DIR"'
+    (tmp_path / 'file').touch()
+    names = {'MODULES': '', 'SLURM_JOB_ID': f'7{os.getpid()}', 'USER': 'tester'}
+    result = bash(show, project, **in_job(TMPDIR=str(tmp_path / 'file'), **names))
+    own = f'/tmp/tester-{names["SLURM_JOB_ID"]}'
+    assert result.stdout.splitlines()[-1] == f'/tmp {own}/triton' and 'cannot be made' in result.stdout, result.stderr
+    result = bash(f'mkdir {tmp_path}/own; {show}', project, **in_job(TMPDIR=f'{tmp_path}/own', **names))
+    assert result.stdout.splitlines() == [f'{tmp_path}/own {tmp_path}/own/tester-{names["SLURM_JOB_ID"]}/triton']
 
 
 def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
@@ -578,11 +602,14 @@ def final_weights(out_dir, step=STEPS):
 def submitted(cluster, project):
     """Two jobs at a time, which saves some waiting: {name: (job, out_dir)} of two scripts as committed."""
     one, two = (project.parent / 'results' / name for name in ('tiny', 'two'))
+    # A variable that common.sh exports. Ranks have it even where the cluster lets srun export nothing by itself.
+    (project / 'config' / 'exported.py').write_text("import os\n_folder = os.environ['TIKTOKEN_CACHE_DIR']\n")
     (two / 'wandb' / 'offline-run-1').mkdir(parents=True)
-    run = f'config/tiny.py --device=cpu --out_dir={two} --max_iters=5 --batch_size=1 --replicate_size=2'
+    run = f'config/tiny.py config/exported.py --device=cpu --out_dir={two} --max_iters=5 --batch_size=1'
+    run += ' --replicate_size=2'
     return {
         'rorqual': (submit(cluster, project, 'slurm/rorqual.sh config/tiny.py --device=cpu'), one),
-        'multi_node': (submit(cluster, project, f'slurm/multi_node.sh {run}'), two),
+        'multi_node': (submit(cluster, project, f'slurm/multi_node.sh {run}', SLURM_EXPORT_ENV='NONE'), two),
     }
 
 
