@@ -37,6 +37,7 @@ class Config:
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split to read, of a hub dataset or of a folder written by save_to_disk
     dedup = False  # drop a document that equals an earlier one to the byte
+    max_left_out = 0.5  # share of the rows that may be left out, for the reasons that are printed; more is an error
     max_tokens: int | None = None  # stop when the train split has this many; None = read everything
     # tokens
     tokenizer = 'bpe'  # bpe (trained on the text), bytes, a tiktoken name (gpt2, ...) or a Hugging Face folder [path]
@@ -64,10 +65,10 @@ config, explicit = configure(Config)
 import atexit
 import collections
 import fcntl
-import functools
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -85,7 +86,7 @@ from evaluation.known_tasks import make_tasks
 from runtime import errors
 from runtime.files import write_file
 from text import encoding, sources
-from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS, conversation_of
+from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS
 from text.conversations import template_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
 from text.engine import Mismatch
@@ -100,6 +101,7 @@ SAVE_SECONDS = 10  # between two saved states, so a kill costs about this much w
 UNITS_AHEAD = 64  # 1 MB each: they keep the workers busy for a third of a second while a shard goes to disk
 # With up to this many documents, sizes help to choose those for validation; with more, chance comes near val_fraction.
 FEW_DOCUMENTS = 10_000
+REPEATED = 'documents dropped that are the same as one before'  # the note under which dedup counts them
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, which bounds its memory
 
 # --- ERRANDS ----------------------------------------------------------------------------------------------------------
@@ -140,13 +142,13 @@ atexit.register(workers.shutdown)
 workers.submit(os.getpid).result()
 
 
-def encoded_units(units, rules):
-    """Yield (unit, what encode_unit returns) for every unit, in order. Enough units are in flight that no worker has to
+def encoded_units(units, rules, encode=encoding.encode_unit):
+    """Yield (unit, what `encode` returns) for every unit, in order. Enough units are in flight that no worker has to
     wait while a shard is written."""
     under_way = collections.deque()
     try:
         for unit in units:
-            under_way.append((unit._replace(pieces=None), workers.submit(encoding.encode_unit, unit.pieces, rules)))
+            under_way.append((unit._replace(pieces=None), workers.submit(encode, unit.pieces, rules)))
             if len(under_way) > max(UNITS_AHEAD, 2 * config.num_proc):
                 unit, future = under_way.popleft()
                 yield unit, future.result()
@@ -161,6 +163,9 @@ def encoded_units(units, rules):
         os.execv(sys.executable, [sys.executable, *sys.argv, '--engine=reference'])
     except BrokenProcessPool as error:
         raise OSError('a worker was killed: the same command goes on, --num_proc=N takes less memory') from error
+    finally:
+        for _, future in under_way:
+            future.cancel()
 
 
 # --- SOURCE -----------------------------------------------------------------------------------------------------------
@@ -173,6 +178,8 @@ if config.val_fraction is None:
     config.val_fraction = 0.1 if is_text_file or config.dataset == 'stdlib' else 0.01
 if not 0 <= config.val_fraction < 1:
     raise ValueError(f'val_fraction={config.val_fraction}: expected at least 0 (no validation split) and below 1')
+if not 0 <= config.max_left_out <= 1:
+    raise ValueError(f'max_left_out={config.max_left_out}: expected a share of the rows, from 0 to 1')
 if not 0 < config.shard_tokens < 1 << 31:
     raise ValueError(f'shard_tokens={config.shard_tokens}: expected 1 to 2^31 - 1 (the header has an int32)')
 if 'vocab_size' in explicit and config.tokenizer != 'bpe':
@@ -181,6 +188,8 @@ tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
 if config.text_field and '{' in config.text_field:  # a template; a shell passes \n as two characters
     config.text_field = config.text_field.replace('\\n', '\n')
+    if '{}' in config.text_field or config.text_field.count('{') != config.text_field.count('}'):
+        raise ValueError(f'text_field={config.text_field!r}: expected the name of a field in each pair of {{braces}}')
 if config.chat_fields and config.chat is False:
     raise ValueError(f'chat=False reads text, and chat_fields={",".join(config.chat_fields)} conversations: choose one')
 config.chat = True if config.chat_fields else config.chat
@@ -254,13 +263,18 @@ def write_json(path, content):
     write_file(path, json.dumps(content, indent=1))
 
 
-def refuse_rows(notes):
-    """Raise the ValueError for a source of which no row can be used, with the reasons."""
+def refuse_left_out(notes, kept):
+    """Raise ValueError if none of the source's rows can be used, or if more than max_left_out of them cannot, with the
+    reasons. kept: how many can."""
     reasons = left_out_of(notes)
-    problem = f'{facts["name"]}: all {reasons.total():,} rows are left out: {in_words(reasons)}'
-    if source.chat:
-        problem += f'; {AS_TEXT}'
-    raise ValueError(problem)
+    n_rows = kept + reasons.total()
+    if reasons.total() <= config.max_left_out * n_rows and (kept or not reasons):
+        return
+    of_all = f'{reasons.total():,} of {n_rows:,}' if kept else f'all {n_rows:,}'
+    mends = [AS_TEXT] if source.chat else []
+    if kept:
+        mends.append(f'--max_left_out={math.ceil(100 * reasons.total() / n_rows) / 100} takes the rest')
+    raise ValueError('; '.join([f'{facts["name"]}: {of_all} rows are left out: {in_words(reasons)}', *mends]))
 
 
 def lock_folder():
@@ -314,19 +328,34 @@ comparison = None
 if 'sha256' in tokenizer_facts:  # first: importing torch makes a worker larger, and gigatoken watches its size
     comparison = workers.submit(encoding.compare_with_transformers, config.tokenizer)
 warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # meanwhile this process reads
+if source.chat:  # what the template cannot write is found by the workers, so here they come first
+    try:
+        warm_ups[0].result()
+    except ValueError as error:
+        raise ValueError(str(error)) from error
 
 # --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
 
 
+def rules_with(val_hashes):
+    options = (config.text_field, source.chat or config.chat, config.fold_system, config.seed, val_hashes)
+    return encoding.Rules(config.tokenizer, folder, *options, config.engine, config.dedup, source.chat_fields)
+
+
 def hashes_and_sizes(notes):
-    """Yield (hash, bytes) of each document, or of each stretch of a long one. Text files are read at the start only."""
-    as_conversation = functools.partial(conversation_of, fields=source.chat_fields) if source.chat else None
+    """Yield (hash, bytes) of each document that is kept, or of each stretch of a long one. Text files are read at the
+    start only."""
+    if source.chat:
+        for _, (found, new_notes) in encoded_units(units_of(source), rules_with((0, 0)), encoding.conversations_in):
+            notes.update(new_notes)
+            yield from found
+        return
     for unit in units_of(source):
         for piece in unit.pieces:
             if piece.kind == 'text' and piece.data is None:
                 yield encoding.hash_of(piece, None, config.seed), piece.length
                 continue
-            for document in documents_of(piece, config.text_field, notes, as_conversation, config.chat is False):
+            for document in documents_of(piece, config.text_field, notes, any_row=config.chat is False):
                 yield encoding.hash_of(piece, document, config.seed), len(document)
 
 
@@ -337,16 +366,20 @@ def choose_val_hashes():
     end = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
     sizes, notes = collections.Counter(), collections.Counter()  # sizes: {hash: bytes}
+    n_kept = 0
     for number, size in hashes_and_sizes(notes):
+        n_kept += 1
         sizes[number] += size
         lowest, highest = min(lowest, number), max(highest, number)
         if len(sizes) > FEW_DOCUMENTS and lowest < end <= highest:
             return 0, end
-    if notes and not sizes:
-        refuse_rows(notes)
+    refuse_left_out(notes, n_kept)
     if len(sizes) < 2:
+        why = f' (left out: {in_words(left_out_of(notes))})' if left_out_of(notes) else ''
         advice = 'use --val_rule=tail for a text file, or --val_fraction=0'
-        raise ValueError(f'dataset={config.dataset} is not two different documents, to be split by a hash: {advice}')
+        raise ValueError(
+            f'dataset={config.dataset} is not two different documents{why}, to be split by a hash: {advice}'
+        )
     return encoding.choose_by_size(sizes, config.val_fraction)
 
 
@@ -383,11 +416,6 @@ def bpe_sample():
 
 if config.tokenizer != 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)  # if this fails, nothing has been written yet
-    if source.chat:
-        try:
-            warm_ups[0].result()  # the same
-        except ValueError as error:
-            raise ValueError(str(error)) from error
 if comparison:
     try:
         line = comparison.result()
@@ -438,16 +466,14 @@ seen = encoding.Seen(folder / 'seen.partial', state.get('seen', 0)) if config.de
 notes = collections.Counter(state['notes'])
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0
-options = (config.text_field, source.chat or config.chat, config.fold_system, config.seed, val_hashes, config.engine)
-rules = encoding.Rules(config.tokenizer, folder, *options, config.dedup, source.chat_fields)
 unit_of_work = {'unit': 'B' if 'bytes' in facts else ' rows', 'unit_scale': True}
 with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, **unit_of_work) as bar:  # on a terminal
-    for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
+    for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules_with(val_hashes)):
         for split, part in encoded.items():
             if seen:
                 part, n_repeats = seen.without_repeats(part)
                 if n_repeats:
-                    new_notes['documents dropped that are the same as one before'] += n_repeats
+                    new_notes[REPEATED] += n_repeats
             if len(part.tokens):
                 writers[split].add(*part[:5])
             tokens_made += len(part.tokens)
@@ -467,8 +493,14 @@ with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, 
 # --- META.JSON --------------------------------------------------------------------------------------------------------
 save_state()
 reasons = left_out_of(notes)
-if reasons and not any(writer.totals['tokens'] for writer in writers.values()):
-    refuse_rows(notes)
+n_documents = sum(writer.totals['documents'] for writer in writers.values())
+rows_kept = notes.get(encoding.CONVERSATIONS, n_documents)
+try:
+    refuse_left_out(notes, rows_kept + notes[REPEATED])
+except ValueError:
+    if n_documents <= FEW_DOCUMENTS:  # soon made again, with other settings; much work is kept for --max_left_out
+        delete('*.bin', '*.mask', '*.partial', STATE_FILE)
+    raise
 for split, writer in writers.items():
     if writer.totals['tokens'] == 0:
         delete('*.bin', '*.mask', '*.partial', STATE_FILE)  # to be made again with other settings
@@ -478,8 +510,7 @@ for split, writer in writers.items():
         )
     writer.finish()
 seconds = time.perf_counter() - start
-n_documents = sum(writer.totals['documents'] for writer in writers.values())
-rows_kept = notes.pop(encoding.CONVERSATIONS, n_documents)
+notes.pop(encoding.CONVERSATIONS, None)
 meta = {
     'format_version': 1,
     'name': config.name,

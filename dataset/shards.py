@@ -31,6 +31,9 @@ FORMATS = {np.dtype('<u2'): (20240520, 1), np.dtype('<u4'): (20240801, 7)}  # dt
 # nanoGPT's names, the only files that may lack a header. Read as uint16 tokens, both magics begin with an id above
 # 55,000, which GPT-2's vocabulary does not have, so a file without a header is never mistaken for one that has it.
 HEADERLESS_NAMES = ('train.bin', 'val.bin')
+# Megatron-LM's .bin files have no header, either; the .idx file beside each says what they hold. Code -> dtype.
+INDEX_MAGIC, INDEX_DTYPES = b'MMIDIDX\0\0', {1: 'uint8', 2: 'int8', 3: 'int16', 4: 'int32', 5: 'int64', 8: 'uint16'}
+LOOKED_AT = 1 << 16  # tokens of a file without a header that have to look like tokens
 
 
 def write_shard(path, tokens, dtype):
@@ -52,12 +55,12 @@ def _header(dtype, n_tokens):
     return np.array([magic, version, n_tokens, *[0] * 253], dtype='<i4').tobytes()
 
 
-def read_shard(path, headerless_dtype='uint16'):
+def read_shard(path, headerless_dtype=None):
     """Map the tokens of a shard or .npy file: a read-only np.memmap of shape (number of tokens,).
 
-    headerless_dtype: of the tokens in a train.bin or val.bin without a header. Raises ValueError that names the file
-    for an unknown magic, or if its size is not what the header says, since reading beyond the end of a mapped file
-    would kill the process with SIGBUS.
+    headerless_dtype: of the tokens in a train.bin or val.bin without a header; None = uint16, unless the values say
+    otherwise. Raises ValueError that names the file for an unknown magic, for content that is no uint16, or if its size
+    is not what the header says, since reading beyond the end of a mapped file would kill the process with SIGBUS.
     """
     if str(path).endswith('.npy'):
         return _read_npy(path)
@@ -71,19 +74,70 @@ def read_shard(path, headerless_dtype='uint16'):
                 sizes = f'its size is {size:,} bytes, the {n_tokens:,} tokens of its header take {expected:,}'
                 raise ValueError(f'{path}: {sizes}: half-copied or damaged; copy or prepare it again')
             return np.memmap(path, dtype=dtype, mode='r', offset=HEADER_BYTES, shape=(n_tokens,))
+    if indexed := _dtype_of_index(path, size):
+        return np.memmap(path, dtype=indexed, mode='r')
     if os.path.basename(path) not in HEADERLESS_NAMES:
         known = ' or '.join(f'{magic}, {version} ({dtype.name})' for dtype, (magic, version) in FORMATS.items())
         mend = f'copy or prepare it again (without a header only {" and ".join(HEADERLESS_NAMES)} are read)'
         raise ValueError(f'{path}: its magic and version are {magic}, {version}, those of a shard {known}: {mend}')
-    dtype = np.dtype(headerless_dtype).newbyteorder('<')
+    dtype = np.dtype(headerless_dtype or 'uint16').newbyteorder('<')
     if size == 0 or size % dtype.itemsize:
         raise ValueError(f'{path}: its size, {size:,} bytes, is no whole number of {dtype.name} tokens; copy it again')
-    return np.memmap(path, dtype=dtype, mode='r')
+    tokens = np.memmap(path, dtype=dtype, mode='r')
+    if headerless_dtype is None:
+        _refuse_other_content(path, tokens[:LOOKED_AT])
+    return tokens
+
+
+def _dtype_of_index(path, size):
+    """The dtype of the tokens in a .bin file of Megatron-LM, which the .idx file beside it names; None if there is no
+    such file. Its layout: magic, version, code of the dtype, how many sequences and documents there are, then the
+    length of each sequence. Raises ValueError for another index, or if the lengths do not make up `size` bytes."""
+    index = Path(path).with_suffix('.idx')
+    if not index.exists():
+        return None
+    with open(index, 'rb') as file:
+        magic, version, code, n_sequences, _ = struct.unpack('<9sQBQQ', file.read(34).ljust(34, b'\0'))
+        if magic != INDEX_MAGIC or version != 1 or code not in INDEX_DTYPES:
+            given = f'{index} beside it is no index of token ids by Megatron-LM (version 1)'
+            raise ValueError(
+                f'{path}: {given}: delete it if it does not belong to this file, or prepare the text again'
+            )
+        n_tokens = int(np.fromfile(file, dtype='<i4', count=n_sequences).sum(dtype=np.int64))
+    dtype = np.dtype(INDEX_DTYPES[code]).newbyteorder('<')
+    if n_tokens * dtype.itemsize != size or not size:
+        sizes = (
+            f'its size is {size:,} bytes, the {n_tokens:,} {dtype.name} of {index} take {n_tokens * dtype.itemsize:,}'
+        )
+        raise ValueError(f'{path}: {sizes}; copy both again')
+    return dtype
+
+
+def _refuse_other_content(path, tokens):
+    """Raise ValueError if the beginning of a file, read as uint16, can be no tokens of that type."""
+    start = tokens[:256].tobytes()
+    if start.isascii() and start.decode('ascii').translate({9: 32, 10: 32, 13: 32}).isprintable():
+        what = 'is text, and no token ids: a pointer of Git LFS (`git lfs pull` fetches the file), or an error page'
+        raise ValueError(f'{path}: {what}; text itself becomes tokens by `python prepare_data.py --dataset=FILE`')
+    # The upper halves of larger integers are zero, or for a vocabulary of up to a million below 16.
+    low, high = tokens[::2], tokens[1::2]
+    if len(high) and high.max() < 16 <= low.max():
+        folder = Path(path).parent
+        dtype = 'uint32' if low[1::2].any() else 'int64'
+        said = json.dumps({'dtype': dtype, 'vocab_size': 'N'}).replace('"N"', 'N')
+        mend = f"`echo '{said}' > {folder}/meta.json` says so, with the N of their tokenizer"
+        found = f'every second value is below 16: these are {dtype}, not uint16'
+        raise ValueError(f'{path}: read as uint16, {found}; {mend}')
 
 
 def _read_npy(path):
     """Map a .npy file of token ids."""
     try:
+        with open(path, 'rb') as file:
+            if file.read(6) != b'\x93NUMPY':
+                raise ValueError(
+                    'it has no header of NumPy; raw uint16 are read from files called train.bin and val.bin'
+                )
         tokens = np.load(path, mmap_mode='r', allow_pickle=False)  # a pickle can run code
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f'{path}: size or content is not that of a .npy file: {error}') from error

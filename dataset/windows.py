@@ -345,7 +345,11 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
     allowed = vocab_size or meta.get('vocab_size', math.inf)
     if facts.get('max_token', -1) >= allowed:
         given = f'{folder}: split {split!r} has token id {facts["max_token"]}, not below vocab_size={allowed}'
-        raise ValueError(f'{given}; without --vocab_size the dataset says it: {meta.get("vocab_size")}')
+        n = meta.get('vocab_size', facts['max_token'] + 1)
+        raise ValueError(
+            f"{given}: leave out --vocab_size, or give its tokenizer's {n}; where --init_from decides it, prepare the "
+            f"data with that model's tokenizer, or save the model after transformers' resize_token_embeddings({n})"
+        )
     if 'vocab_size' not in meta:
         assumed = f'vocab_size={vocab_size} as given' if vocab_size else f"GPT-2's vocab_size={GPT2_VOCAB_SIZE}"
         aside = 'for other tokens give --vocab_size; a meta.pkl is never opened, for it can run code'
@@ -356,7 +360,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
     lengths = {str(folder / shard['file']): shard['tokens'] for shard in facts.get('shards', [])}
 
     def open_shard(path):
-        tokens = read_shard(path, meta.get('dtype', 'uint16'))
+        tokens = read_shard(path, meta.get('dtype'))
         if (n := lengths.get(path, len(tokens))) != len(tokens):
             raise ValueError(f'{path}: its size is {len(tokens):,} tokens, meta.json says {n:,}; prepare both again')
         return tokens.view(np.ndarray)  # a plain array: slicing an np.memmap takes four times as long
@@ -375,11 +379,20 @@ def has_split(data_dir, dataset, split):
 
 
 def _names_of_shards(folder, split, meta):
-    """Names of a split's files in order: those that meta.json lists, else those that have the split in their names."""
+    """Names of a split's files in order: those that meta.json lists, else those that have the split in their names.
+    Raises ValueError if these differ in more than numbers, since some may be masks or lengths."""
     if 'splits' in meta:
         return [shard['file'] for shard in meta['splits'].get(split, {}).get('shards', [])]
     word = re.compile(rf'(?<![a-z])({SPLIT_WORDS[split]})(?![a-z])')
-    names = [name for name in os.listdir(folder) if name.endswith(ENDINGS) and word.search(name.lower())]
+    names = sorted(name for name in os.listdir(folder) if name.endswith(ENDINGS) and word.search(name.lower()))
+    stems = [name.rpartition('.')[0] for name in names]
+    if len({re.sub(r'\d+', '', stem) for stem in stems}) > 1 or len({*stems}) < len(stems):
+        kinds = {re.sub(r'\d+', '', name): name for name in names}
+        found = f'{len(names)} files may be the tokens of split {split!r}, among them {", ".join(kinds.values())}'
+        raise ValueError(
+            f'{folder}: {found}: leave only the files of tokens, whose names may differ in numbers; tokens of another '
+            'source go into a folder of their own, for --dataset=ONE:0.5,OTHER:0.5'
+        )
     # Digits are compared as numbers, so that train_10 comes after train_9.
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
 

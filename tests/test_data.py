@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -181,6 +182,62 @@ def test_npy_files_that_are_damaged_or_hold_no_row_of_integers_are_refused_by_na
     assert not (tmp_path / 'opened').exists()
 
 
+def test_raw_tokens_that_are_called_npy_are_told_so_and_nobody_is_advised_to_unpickle(tmp_path):
+    tokens_of(500).astype(np.uint16).tofile(tmp_path / 'train.npy')
+    with pytest.raises(ValueError, match='raw uint16 are read from files called train.bin') as caught:
+        shards.read_shard(tmp_path / 'train.npy')
+    assert 'pickle' not in str(caught.value) and 'unsafe' not in str(caught.value)
+
+
+def index_of(tokens, code, lengths):
+    """A file .idx as Megatron-LM writes it: of one document for each sequence."""
+    head = struct.pack('<9sQBQQ', b'MMIDIDX\0\0', 1, code, len(lengths), len(lengths) + 1)
+    pointers = np.cumsum([0, *lengths[:-1]]) * tokens.itemsize
+    documents = np.arange(len(lengths) + 1)
+    return (
+        head + np.array(lengths, '<i4').tobytes() + pointers.astype('<i8').tobytes() + documents.astype('<i8').tobytes()
+    )
+
+
+@pytest.mark.parametrize('dtype, code', [('uint8', 1), ('int32', 4), ('int64', 5), ('uint16', 8)])
+def test_a_file_of_megatron_is_read_as_the_index_beside_it_says(tmp_path, dtype, code):
+    tokens = tokens_of(600, vocab_size=200).astype(dtype)
+    for name in ('train.bin', 'train_text_document.bin'):
+        path = tmp_path / name
+        tokens.tofile(path)
+        path.with_suffix('.idx').write_bytes(index_of(tokens, code, [100, 1, 499]))
+        assert np.array_equal(shards.read_shard(path), tokens)
+    path.with_suffix('.idx').write_bytes(index_of(tokens, code, [100, 1, 498]))
+    with pytest.raises(ValueError, match='train_text_document.bin: its size is .* copy both again$'):
+        shards.read_shard(path)
+    path.with_suffix('.idx').write_bytes(b'TNTIDX\0\0' + bytes(40))
+    with pytest.raises(ValueError, match='no index of token ids by Megatron-LM'):
+        shards.read_shard(path)
+
+
+@pytest.mark.parametrize('dtype', ['uint32', 'int64'])
+@pytest.mark.parametrize('vocab_size', [65, 50257, 200_000])
+def test_larger_integers_without_a_header_are_not_read_as_uint16(tmp_path, dtype, vocab_size):
+    folder = tmp_path / 'set'
+    folder.mkdir()
+    tokens = tokens_of(5000, vocab_size=vocab_size)
+    tokens.astype(dtype).tofile(folder / 'train.bin')
+    with pytest.raises(ValueError, match=f'these are {dtype}, not uint16') as caught:
+        data.open_dataset(tmp_path, 'set', 'train', 10)
+    command = str(caught.value).split('`')[1].replace('N}', f'{vocab_size}}}')
+    subprocess.run(command, shell=True, check=True)
+    assert np.array_equal(whole(data.open_dataset(tmp_path, 'set', 'train', 1)), tokens)
+
+
+@pytest.mark.parametrize(
+    'text', ['version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n', '<html>\r\n' * 99]
+)
+def test_text_is_no_shard_without_a_header(tmp_path, text):
+    (tmp_path / 'train.bin').write_text(text + ' ' * (len(text) % 2))
+    with pytest.raises(ValueError, match='train.bin: is text, and no token ids'):
+        shards.read_shard(tmp_path / 'train.bin')
+
+
 # --- datasets ---------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +369,23 @@ def test_files_of_other_projects_are_found_by_the_split_in_their_names_in_numeri
         shards.write_shard(tmp_path / name / 'constrained_val_000000.bin', tokens[:30], np.uint16)
         assert np.array_equal(whole(data.open_dataset(tmp_path, name, 'train', 1)), tokens), name
         assert data.open_dataset(tmp_path, name, 'val', 1).n_tokens == 30
+
+
+@pytest.mark.parametrize('others', [['train_mask.npy', 'train_doc_lengths.npy'], ['train.bin'], ['code_train_3.npy']])
+def test_files_whose_names_differ_in_more_than_numbers_are_not_all_taken_for_tokens(tmp_path, others):
+    folder = tmp_path / 'set'
+    folder.mkdir()
+    for name in ('train.npy', 'val.npy', *others):
+        with open(folder / name, 'wb') as file:
+            np.save(file, np.ones(100, np.uint16))
+    for name in others:
+        with pytest.raises(ValueError, match=f'{name}.*leave only the files of tokens') as caught:
+            data.open_dataset(tmp_path, 'set', 'train', 1)
+        assert 'train.npy' in str(caught.value)
+    assert data.open_dataset(tmp_path, 'set', 'val', 1).n_tokens == 100
+    for name in others:
+        (folder / name).unlink()
+    assert data.open_dataset(tmp_path, 'set', 'train', 1).n_tokens == 100
 
 
 def test_more_shards_than_may_be_open_at_once(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import collections
 import csv
 import fcntl
+import gzip
 import hashlib
 import http.server
 import json
@@ -471,6 +472,98 @@ def test_tables_are_read_as_rows(tmp_path):
         texts_in(tmp_path / 'empty.csv')
 
 
+ODD_NAMES = [{'title': 'T', 'article-body': f'body {n}', 'a b': n, 'd.e': 'dots'} for n in range(3)]
+
+
+def test_a_template_takes_fields_of_any_name_and_leaves_no_braces(tmp_path):
+    template = '{title}|{article-body}|{a b}|{d.e}'
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, ODD_NAMES)))
+    (tmp_path / 'a.csv').write_text(
+        'title,article-body,a b,d.e\n' + ''.join(f'T,body {n},{n},dots\n' for n in range(3))
+    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ODD_NAMES), tmp_path / 'a.parquet')
+    for name in ('a.jsonl', 'a.csv', 'a.parquet'):
+        expected = [f'T|body {n}|{n}|dots' for n in range(3)]
+        assert texts_in(tmp_path / name, template)[0] == expected, name
+        with pytest.raises(ValueError, match="has no field 'article_body'.*it has: title, article-body, a b, d.e"):
+            sources.find_source(str(tmp_path / name), '{title} {article_body}')
+    for template in ('{title} {}', '{title} {article-body'):
+        error = error_of(tmp_path, f'--dataset={tmp_path}/a.jsonl', '--tokenizer=bytes', f'--text_field={template}')
+        assert 'in each pair of {braces}' in error
+
+
+def test_an_array_in_a_file_of_lines_is_read_as_an_array(tmp_path):
+    rows = [{'text': f'row {number}', 'more': [number]} for number in range(5)]
+    chat = [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}]
+    for indent in (None, 0, 2):
+        for content in (json.dumps(rows, indent=indent), '\ufeff \n' * (indent == 2) + json.dumps(rows, indent=indent)):
+            (tmp_path / 'a.jsonl').write_text(content)
+            documents, notes, _ = texts_in(tmp_path / 'a.jsonl')
+            assert documents == [row['text'] for row in rows] and not notes, content
+    (tmp_path / 'a.jsonl').write_text('\n'.join(f'{json.dumps(row)},' for row in rows).join('[]'))
+    assert texts_in(tmp_path / 'a.jsonl')[1].total() == 1  # of what is not JSON as a whole, a note says so
+    (tmp_path / 'a.jsonl').write_text(json.dumps(chat))  # one row that is a list of messages
+    assert sources.find_source(str(tmp_path / 'a.jsonl')).chat
+    (tmp_path / 'b.jsonl.gz').write_bytes(gzip.compress(json.dumps(rows, indent=2).encode()))
+    with pytest.raises(ValueError, match='b.jsonl.gz: one array of JSON.*: unpack it'):
+        sources.find_source(str(tmp_path / 'b.jsonl.gz'))
+
+
+def test_links_to_folders_are_followed_once_and_what_is_no_file_is_named(tmp_path):
+    tree, outside = tmp_path / 'tree', tmp_path / 'outside'
+    for path in (tree / 'own' / 'a.txt', outside / 'deep' / 'b.txt', outside / '.hidden' / 'c.txt'):
+        path.parent.mkdir(parents=True)
+        path.write_text(path.name)
+    links = {tree / 'far': outside, tree / 'again': outside, tree / 'to_own': tree / 'own', tree / 'up': tmp_path}
+    links |= {tree / 'self': tree, outside / 'back': tree}
+    for link, target in links.items():
+        link.symlink_to(target)
+    os.mkfifo(tree / 'pipe.txt')
+    documents, _, source = texts_in(tree)
+    assert sorted(documents) == ['a.txt', 'b.txt']
+    lines = '\n'.join(source.skipped)
+    assert lines.count(' a link to ') == 5 and f'{tree}/up: a link to {tmp_path}, ' in lines
+    assert '1 hidden and 0 empty files' in lines and f'{tree}/pipe.txt: no regular file' in lines
+    (tree / 'own' / 'a.txt').unlink()
+    (tree / 'pipe.txt').unlink()
+    assert texts_in(tree)[0] == ['b.txt']  # also where all that there is lies behind a link
+
+
+def test_a_table_without_a_text_in_any_row_and_one_with_a_column_twice_are_named(tmp_path):
+    for name, text in (('a', pyarrow.array(['one', 'two'])), ('b', pyarrow.nulls(3))):
+        pyarrow.parquet.write_table(pyarrow.table({'text': text}), tmp_path / f'{name}.parquet')
+    (tmp_path / 'twice.csv').write_text('text,id,text\nfirst,1,second\n')
+    documents, notes, source = texts_in(tmp_path)
+    assert documents == ['one', 'two'] and notes == {f'{tmp_path}/b.parquet: rows without text, left out': 3}
+    assert source.skipped == [f"{tmp_path}/twice.csv: a table with two columns called 'text': rename one"]
+
+
+def test_with_more_than_half_of_the_rows_left_out_nothing_is_made_unless_it_is_asked_for(tmp_path):
+    rows = [{'text': f'row {number}'} for number in range(40)] + [{'other': 'x'}] * 41
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    arguments = [f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes', '--text_field=text']
+    for fraction in ('--val_fraction=0.1', '--val_fraction=0'):  # found before anything is written, or at the end
+        error = error_of(tmp_path, *arguments, fraction)
+        assert re.search(
+            r'41 of 81 rows are left out: rows without text \(41\); --max_left_out=0.51 takes the rest$', error
+        )
+        assert not list(tmp_path.glob('data/*/*'))
+    printed = prepare(tmp_path, *arguments, '--max_left_out=0.51').stdout
+    assert 'WARNING: 41 of 81 rows (51%) are left out' in printed
+    assert meta_of(tmp_path / 'data' / 'rows-bytes')['rows_kept'] == 40
+    assert 'from 0 to 1' in error_of(tmp_path, '--max_left_out=50')
+
+
+def test_the_next_command_is_one_that_can_run(tmp_path):
+    rows = [{'prompt_txt': f'q{number}', 'reply_txt': f'a{number}'} for number in range(20)]
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    printed = prepare(tmp_path, f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes').stdout
+    assert (
+        "WARNING: rows without a field 'text': of those all strings are learned, here of prompt_txt, reply_t" in printed
+    )
+    assert 'next: more text, or a larger --val_fraction' in printed.splitlines()[-1] and '--block_size' not in printed
+
+
 def test_reading_a_table_goes_on_behind_any_unit(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, 'UNIT_BYTES', 3000)
     monkeypatch.setattr(reading, 'PIECE_BYTES', 1000)
@@ -798,7 +891,7 @@ def test_files_that_lack_the_field_of_the_others_are_named_in_a_warning(tmp_path
     assert sources.find_source(str(folder)).line is None
     for name in 'ab':  # as in all files of a dataset without the field
         (folder / f'{name}.jsonl').write_text(json.dumps({'body': name}) + '\n')
-    assert 'WARNING' not in sources.find_source(str(folder)).line
+    assert 'files have no field' not in sources.find_source(str(folder)).line
 
 
 def test_one_document_cannot_be_split_by_hash(tmp_path):

@@ -19,7 +19,16 @@ from typing import NamedTuple
 
 from runtime.errors import one_line
 from text.chat_rows import reason_against_text, row_of
-from text.sources import COMPRESSED, fields_of, open_file, reason_of, rows_of_content, table_rows, yaml_contents
+from text.sources import (
+    COMPRESSED,
+    IN_BRACES,
+    fields_of,
+    open_file,
+    reason_of,
+    rows_of_content,
+    table_rows,
+    yaml_contents,
+)
 
 UNIT_BYTES = 1 << 20  # the work that a worker gets at a time; tokenizing it takes 10 ms
 PIECE_BYTES = 1 << 19  # read at a time; long texts are cut after about so much, so it decides where stretches begin
@@ -301,6 +310,8 @@ def _as_texts(batch, origin):
     column = batch.column(0)
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
+    if pyarrow.types.is_null(column.type):  # no row of this file has a value
+        return [b''] * len(column)
     if column.type not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise ValueError(f'{origin}: the field {batch.schema.names[0]!r} holds {column.type}, not text')
     rows = column.cast(pyarrow.large_binary()).to_pylist()  # bytes, since the workers decode them
@@ -484,7 +495,7 @@ def _text_of(row, text_field, kind, any_row):
         return '' if text_field or kind == 'jsonl' else all_strings(row)
     if text_field and '{' in text_field:
         values = [row.get(name) for name in fields_of(text_field)]
-        return '' if None in values else re.sub(r'\{(\w+)\}', lambda name: str(row[name[1]]), text_field)
+        return '' if None in values else IN_BRACES.sub(lambda name: str(row[name[1]]), text_field)
     if text_field or ('text' in row and kind != 'yaml'):
         text = row.get(text_field or 'text')
         return text if isinstance(text, str) else ''

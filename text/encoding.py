@@ -196,21 +196,34 @@ def _encode_texts(pieces, rules, notes):
     return result
 
 
-def _encode_conversations(pieces, rules, notes):
-    tokenizer = worker_tokenizer(rules.tokenizer, rules.folder, 'reference')[0]
+def conversations_in(pieces, rules):
+    """([(hash, bytes)] of the conversations in a unit's pieces that the template can write, Counter of those that are
+    left out): what encode_unit() would keep."""
+    notes = collections.Counter()
+    kept = _conversations(pieces, rules, notes)
+    return [(hash_of(piece, document, rules.seed), len(document)) for piece, document, _ in kept], notes
+
+
+def _conversations(pieces, rules, notes):
+    """Yield (piece, conversation, its examples), and count in the notes what is left out."""
     chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
-    examples = collections.defaultdict(list)  # split -> (ids, flags, text)
     as_conversation = functools.partial(conversation_of, fields=rules.chat_fields)
     for piece in pieces:
         for document in documents_of(piece, None, notes, as_conversation):
-            split = split_of(piece, document, rules.seed, rules.val_hashes)
             try:
                 found = list(chat_encoder.examples(document.decode(), rules.fold_system))
             except ValueError as reason:
                 notes[f'{piece.origin}: {reason}, left out'] += 1
             else:
-                examples[split] += found
-                notes[CONVERSATIONS] += 1
+                yield piece, document, found
+
+
+def _encode_conversations(pieces, rules, notes):
+    tokenizer = worker_tokenizer(rules.tokenizer, rules.folder, 'reference')[0]
+    examples = collections.defaultdict(list)  # split -> (ids, flags, text)
+    for piece, document, found in _conversations(pieces, rules, notes):
+        examples[split_of(piece, document, rules.seed, rules.val_hashes)] += found
+        notes[CONVERSATIONS] += 1
 
     result = {}
     for split, found in examples.items():

@@ -58,6 +58,8 @@ FILE_KINDS = {  # how a file is read, by the ending of its name; any other endin
     '.arrow': 'arrow',
 }
 
+IN_BRACES = re.compile(r'\{([^{}]+)\}')  # a field of a template; its name may have spaces, hyphens and dots
+
 COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # of text, tables and lines of JSON (.json.gz usually holds lines)
 MAGIC = {'gzip': b'\x1f\x8b', 'zstd': b'\x28\xb5\x2f\xfd'}  # first bytes of such files
 MAGIC |= {'bzip2': b'BZh91AY&SY', 'xz': b'\xfd7zXZ', 'zip': b'PK\x03\x04'}  # and of others, which are not read
@@ -122,7 +124,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
     lack the field.
     """
     name, path = dataset, Path(dataset)
-    n_hidden = 0
+    n_hidden, not_entered = 0, []
     if dataset == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
         files = stdlib_files(root)
@@ -131,7 +133,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
         root, files = path, _saved_files(path, split)
     elif path.is_dir():
         root = path
-        files, n_hidden = _files_below(path)
+        files, n_hidden, not_entered = _files_below(path)
     elif path.exists():
         root, files = path.parent, [path]
     else:
@@ -141,6 +143,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
         )
     source = _files_source(name, root, files, text_field, tail_fraction, chat, dedup, tuple(chat_fields))
     n_empty = len(files) - source.description['files'] - len(source.skipped)
+    source.skipped[:0] = not_entered
     if path.is_dir() and (n_hidden or n_empty):
         source.skipped.insert(0, f'{n_hidden:,} hidden and {n_empty:,} empty files')
     return source
@@ -158,12 +161,34 @@ def stdlib_files(root):
 
 
 def _files_below(folder):
-    """(the files in a folder and its subfolders, sorted, without hidden ones; the number of hidden ones)."""
-    found = sorted(file for file in folder.rglob('*') if not file.is_dir())
-    files = [file for file in found if not any(name.startswith('.') for name in file.relative_to(folder).parts)]
+    """(the files in a folder and its subfolders, sorted, without hidden ones; the number of hidden ones; lines about
+    subfolders that are left out). Links to folders are followed, but no folder is read twice: what lies in the tree
+    itself comes first, so that its links to its own parts lead nowhere new."""
+    files, hidden, left_out = [], 0, []
+    entered, folders, links = {*map(str, folder.resolve().parents)}, [folder], []
+    while folders or links:
+        here = folders.pop() if folders else links.pop(0)
+        real = os.path.realpath(here)
+        if real in entered:
+            left_out.append(f'{here}: a link to {real}, which is read already, or holds this folder')
+            continue
+        entered.add(real)
+        try:
+            inside = sorted(here.iterdir())
+        except OSError as error:
+            left_out.append(f'{here}: {reason_of(error)}')
+            continue
+        for path in inside:
+            if path.name.startswith('.'):
+                hidden += sum(not below.is_dir() for below in path.rglob('*')) if path.is_dir() else 1
+            elif path.is_dir():
+                (links if path.is_symlink() else folders).append(path)
+            else:
+                files.append(path)
     if not files:
-        raise FileNotFoundError(f'dataset={folder}: this folder holds no files, or hidden ones alone')
-    return files, len(found) - len(files)
+        why = f' ({"; ".join(left_out[:3])})' if left_out else ''
+        raise FileNotFoundError(f'dataset={folder}: this folder holds no files, or hidden ones alone{why}')
+    return sorted(files), hidden, left_out
 
 
 def kind_of(path):
@@ -194,7 +219,7 @@ def reason_of(error):
 
 def fields_of(text_field):
     """The fields of a row that text_field names: one, or those in the {braces} of a template."""
-    return re.findall(r'\{(\w+)\}', text_field) or [text_field]
+    return IN_BRACES.findall(text_field) or [text_field]
 
 
 def _is_saved(folder):
@@ -342,7 +367,7 @@ def _how_read(source, names, rows, said_text):
     if said_text or without is None:
         return None
     line = (
-        f"rows without a field 'text': of those all strings are learned, here of {_listed(without)}. "
+        f"WARNING: rows without a field 'text': of those all strings are learned, here of {_listed(without)}. "
         f'--text_field=NAME takes one field, {OTHER_FIELDS} reads conversations'
     )
     found = next(filter(None, (speakers_in(row) for row in rows if not isinstance(row.get('text'), str))), None)
@@ -360,6 +385,8 @@ def _inspect(path, chat_fields=()):
     the elements of its list; text, and yaml without conversations, has no rows. Raises OSError or ValueError with the
     reason if the file cannot be read."""
     kind = kind_of(path)
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for ever
+        raise ValueError('no regular file')
     size, start, end, sha256 = _fingerprint(path)
     if not size:
         return Part(str(path), kind), sha256, []
@@ -373,6 +400,10 @@ def _inspect(path, chat_fields=()):
     _check_content(kind, start, end)
     if kind == 'json' and _is_lines(path):
         kind = 'jsonl'
+    elif kind == 'jsonl' and _is_array(path):
+        if codec:
+            raise ValueError('one array of JSON, and not an object on each line: unpack it')
+        kind = 'json'
     begin = len(BOM) if kind == 'text' and start.startswith(BOM) else 0
     return Part(str(path), kind, begin, size), sha256, _first_rows(path, kind, chat_fields)
 
@@ -385,6 +416,22 @@ def _is_lines(path):
         return bool(rest.strip()) and isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _is_array(path):
+    """Whether a .jsonl file holds one array, on one line or on several, in place of a row on each line. A row may be a
+    list of messages."""
+    with open_file(path) as file:
+        lines = (line.removeprefix(BOM).strip() for line in iter(lambda: file.readline(FIRST_BYTES), b''))
+        line = next(filter(None, lines), b'')
+        if not line.startswith(b'['):
+            return False
+        is_alone = not next(lines, b'')
+    try:
+        return not isinstance(row_of(json.loads(line)), dict) and is_alone
+    except (ValueError, RecursionError):  # the array goes on behind what was read, or this is a long row
+        first = next(_objects_of_list(line.decode('utf-8', 'replace')), {})
+        return not {'role', 'from'} & set(first)
 
 
 def _fingerprint(path):
@@ -430,6 +477,8 @@ def _first_rows(path, kind, chat_fields):
     if kind == 'csv':
         with open_file(path) as file:
             names, *rows = itertools.islice(table_rows(file, path), 1 + ROWS_LOOKED_AT)
+        if twice := next((name for name in names if name and names.count(name) > 1), None):
+            raise ValueError(f'a table with two columns called {one_line(twice)!r}: rename one')
         return [dict(zip(names, row, strict=False)) for row in rows] or [dict.fromkeys(names)]
     if kind == 'jsonl':
         with open_file(path) as file:

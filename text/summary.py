@@ -16,6 +16,7 @@ from text.tokenizer import tokenizer_of
 
 MANY_LEFT_OUT = 0.05  # warn if more than this share of the rows is left out
 EXAMPLE_TOKENS = 4096  # the longest example that is printed
+FEWEST_TOKENS = 64  # in a split; with fewer, the block_size that fits would be below 16
 FEW_TOKENS = 1000  # the loss over a validation split of fewer tokens is little more than chance
 
 
@@ -62,7 +63,11 @@ def print_summary(meta, folder, config):
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
-    least = min(totals['tokens'] for totals in meta['splits'].values())
+    least, shortest = min((totals['tokens'], split) for split, totals in meta['splits'].items())
+    if least < FEWEST_TOKENS and not meta.get('masked'):
+        mend = 'more text, or a larger --val_fraction, and another --name'
+        print(f'{folder}\nnext: {mend}; the {least:,} tokens of the split {shortest} are too few to train with')
+        return
     block_sizes = []
     if least < 4 * 1024 and not meta.get('masked'):  # so that each split has a few windows; the default is 1,024
         block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))

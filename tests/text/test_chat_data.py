@@ -436,6 +436,18 @@ def test_system_messages_that_a_template_refuses_can_become_part_of_the_users(tm
     assert 'fold_system=True ' in error
 
 
+def test_the_validation_split_is_drawn_among_the_conversations_that_the_template_can_write(tmp_path):
+    """Of 1% of 60 rows, whichever the hash takes: most of them cannot be written."""
+    refusing = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{%- endif %}" + CHATML
+    folder = make_tokenizer(tmp_path / 'refusing', refusing)
+    turns = [[('user', f'question {number}'), ('assistant', f'answer {number}')] for number in range(60)]
+    turns = [[('system', 'Be kind.'), *chat] if number % 20 else chat for number, chat in enumerate(turns)]
+    rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(chat)} for chat in turns])
+    prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={folder}', '--max_left_out=1', '--name=few')
+    found = {split: len(conversations_of(tmp_path / 'data' / 'few', split)) for split in ('train', 'val')}
+    assert found == {'train': 2, 'val': 1}
+
+
 @pytest.mark.slow
 def test_chat_can_be_forced_and_a_text_field_beside_messages_wins(chatml, tmp_path):
     both = [{'text': f'text {number}', 'messages': messages_of(turns)} for number, turns in enumerate(many_chats(9))]

@@ -398,7 +398,7 @@ def test_a_list_in_which_people_speak_is_learned_as_text_with_a_warning(tmp_path
         assert sources.find_source(str(path), chat=False).line is None  # since the user says that it is no chat
     for turns in ([{'lang': 'en', 'text': 'q'}, {'lang': 'de', 'text': 'a'}], said[:1], [*said, {'text': 'x'}], ['x']):
         path = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
-        assert 'WARNING' not in sources.find_source(str(path)).line
+        assert 'looks like conversations' not in sources.find_source(str(path)).line
 
 
 def test_messages_with_other_keys_are_refused_with_those_that_are_read():
