@@ -58,7 +58,7 @@ NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
 VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
 # Models in which causal_attention() replaces transformers' own attention: they need no masks other than those it makes.
 OWN_ATTENTION = 'gemma gpt2 granite llama mistral mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2'.split()
-# Classes whose attention sees other documents of a row, although nothing in them looks like it: most make a mask without
+# Classes whose attention sees other documents of a row, though nothing in them looks like it: most make a mask without
 # looking at positions (transformers 5.24), and MiniMax's is linear. The self-test finds those that are missing here.
 MIXED_ROWS = 'afmoe biogpt gpt_oss minimax openai-gpt opt xglm'.split()
 NOT_HERE = 'this model cannot be trained here'
@@ -107,6 +107,7 @@ class Pretrained:
     yarn: list | None = None  # as in model.ModelConfig; if the second number is left out, it is the folder's
     trust_remote_code: bool = False
     weights_folder: str | None = None  # None = folder
+    chat_templates: dict | None = None  # {name: text} of those that a run's data were made with; None = the folder's
 
     def __post_init__(self):
         self.weights_folder = self.weights_folder or self.folder
@@ -267,6 +268,8 @@ class Pretrained:
                     shutil.copyfile(path, os.path.join(f'{kept}.tmp', name))
             elif name == 'additional_chat_templates':
                 shutil.copytree(path, os.path.join(f'{kept}.tmp', name))
+        if self.chat_templates:
+            keep_templates(f'{kept}.tmp', self.chat_templates)
         if self.unties:  # config.json must say what the weights show, since these are not kept
             path = os.path.join(f'{kept}.tmp', 'config.json')
             with open(path, encoding='utf-8') as file:
@@ -335,6 +338,25 @@ class Pretrained:
             'attention_gate': False,
             'transformers': {key: value for key, value in self.config.to_dict().items() if not VOLATILE.search(key)},
         }
+
+
+def keep_templates(folder, templates):
+    """Put chat templates, {name: text}, into a Hugging Face folder, in place of its own."""
+    more = os.path.join(folder, 'additional_chat_templates')
+    shutil.rmtree(more, ignore_errors=True)
+    settings = os.path.join(folder, 'tokenizer_config.json')
+    if os.path.exists(settings):
+        with open(settings, encoding='utf-8') as file:
+            content = json.load(file)
+        content.pop('chat_template', None)
+        with open(settings, 'w', encoding='utf-8') as file:
+            json.dump(content, file, indent=2, ensure_ascii=False)
+    for name, text in templates.items():
+        if name != 'default':
+            os.makedirs(more, exist_ok=True)
+        path = f'{folder}/chat_template.jinja' if name == 'default' else f'{more}/{name}.jinja'
+        with open(path, 'w', encoding='utf-8') as file:
+            file.write(text)
 
 
 def refuse_adapter(folder):

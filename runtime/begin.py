@@ -32,6 +32,7 @@ from model import GPT, ModelConfig, pointwise_cross_entropy
 from planning import report, rules
 from planning.sizes import part_of_rank
 from runtime import batches, best, checkpoint, errors, health, offload, processes, stopping
+from text.conversations import templates_of_data
 from text.encoding import compare_with_transformers
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
@@ -232,6 +233,10 @@ def open_model_and_data(run):
         config.packing = not run.pretrained or config.native or run.pretrained.keeps_documents_apart
     run.train_data = data.open_mixture(vars(config), 'train')  # a mixture of one or several datasets
     run.val_data = data.open_validation(vars(config), run.train_data)
+    if run.pretrained:
+        folders = [source.name for source in run.train_data.sources + run.val_data.sources]
+        run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
+        run.notes += lines
 
 
 def check_frozen_dtype(run):
