@@ -46,7 +46,8 @@ class Mixture:
 
     sources: {name: dataset}. stages: [(start, {name: share})], see parse_stages(). ranks_per_sequence: this many
     consecutive ranks read the same samples (context_manual.py, tensor_manual.py). Attributes: n_tokens and n_windows
-    are totals over all sources; is_packed says that batches are (x, y, starts). Call plan() before the first batch.
+    are totals over all sources; has_starts says that rows hold several documents each, so batches are (x, y, starts).
+    Call plan() before the first batch.
     """
 
     def __init__(self, sources, stages, ranks_per_sequence=1):
@@ -58,6 +59,7 @@ class Mixture:
         self.is_packed = any(source.is_packed for source in self.sources)
         self.is_chat = any(source.is_chat for source in self.sources)
         self.block_size = self.sources[0].block_size
+        self.has_starts = any(source.is_packed and source.packing for source in self.sources)
         if self.is_packed:
             self.n_starts = max(source.n_starts for source in self.sources)
             for source in self.sources:
@@ -198,7 +200,8 @@ def open_mixture(keys, split):
 
     def open_source(name):
         own = split if split != 'whole' else 'val' if has_split(keys['data_dir'], name, 'val') else 'train'
-        return open_dataset(keys['data_dir'], name, own, keys['block_size'], keys['vocab_size'], keys['windows'])
+        options = {'windows': keys['windows'], 'packing': keys.get('packing') is not False}
+        return open_dataset(keys['data_dir'], name, own, keys['block_size'], keys['vocab_size'], **options)
 
     sources = {name: open_source(name) for name in names_in(stages)}
     first, *others = sources.values()
@@ -348,7 +351,7 @@ def _host_batch(mixture, sources, windows, batch_size, device):
     numpy does the copying, since a large torch operator would start a second pool of compute threads for this thread.
     """
     pinned = torch.device(device).type == 'cuda'  # a copy from pageable memory would make the host wait
-    sizes = [mixture.block_size, mixture.block_size, *([mixture.n_starts] if mixture.is_packed else [])]
+    sizes = [mixture.block_size, mixture.block_size, *([mixture.n_starts] if mixture.has_starts else [])]
     parts = [torch.empty((batch_size, size), dtype=torch.int64, pin_memory=pinned) for size in sizes]
     x, y, *starts = (part.numpy() for part in parts)
     n = len(windows)
@@ -358,10 +361,9 @@ def _host_batch(mixture, sources, windows, batch_size, device):
     for number in set(sources.tolist()):
         rows = np.flatnonzero(sources == number)
         read = mixture.sources[number].read(windows[rows])
-        if mixture.is_packed:
-            x[rows], y[rows], starts[0][rows] = read
-        else:
-            x[rows], y[rows] = read[:, :-1], read[:, 1:]
+        values = read if mixture.is_packed else (read[:, :-1], read[:, 1:])
+        for part, of_rows in zip((x, y, *starts), values, strict=False):  # a row with one document needs no starts
+            part[rows] = of_rows
     return parts
 
 

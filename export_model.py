@@ -45,10 +45,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import data
+from evaluation.prompts import TransformersLanguage
 from huggingface import convert, finetune, lora, native, rounding
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, files
-from text.tokenizer import END_OF_TEXT, SAMPLE_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
+from text.conversations import template_of
+from text.tokenizer import (
+    END_OF_TEXT,
+    SAMPLE_TEXT,
+    ByteTokenizer,
+    TiktokenTokenizer,
+    load_transformers_tokenizer,
+    tokenizer_of,
+)
 
 errors.report_errors()
 CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
@@ -239,6 +248,27 @@ def write_fine_tuned(folder):
     model.save_pretrained(folder, max_shard_size=config.max_shard_size)
     options = {'ignore': shutil.ignore_patterns('config.json'), 'copy_function': shutil.copyfile}
     shutil.copytree(pretrained.folder, folder, dirs_exist_ok=True, **options)
+    if state['config'].get('chats'):
+        stop_after_answers(folder)
+
+
+def stop_after_answers(folder):
+    """Add the token with which the chat template ends an answer to those at which generate() stops. A base model that
+    has learned chats names only the end of a text."""
+    path, text_config = os.path.join(folder, 'generation_config.json'), pretrained.config.get_text_config()
+    keys = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+    content = {key: getattr(text_config, key, None) for key in keys}
+    if os.path.exists(path):
+        with open(path, encoding='utf-8') as file:
+            content = json.load(file)
+    language = TransformersLanguage(load_transformers_tokenizer(folder, config.trust_remote_code), folder)
+    stops = content.get('eos_token_id')
+    stops = [stop for stop in (stops if isinstance(stops, list) else [stops]) if stop is not None]
+    ends = [end for end in language.end_of_answer() if end not in stops] if language.has_template else []
+    if ends:
+        names = ' '.join(language.tokenizer.convert_ids_to_tokens(ends))
+        print(f'generation_config.json: generate() also stops at {names}, with which the chat template ends an answer')
+        files.write_file(path, json.dumps({**content, 'eos_token_id': stops + ends}, indent=2) + '\n')
 
 
 def peft_name(name):
@@ -254,6 +284,8 @@ def write_adapter(folder):
     if pretrained.yarn or pretrained.rope_theta:
         positions = {key: getattr(pretrained.config, key) for key in ('rope_parameters', 'max_position_embeddings')}
         print(f"the adapter belongs to a model with other positions: set in the base model's config.json {positions}")
+    if template_of(pretrained.folder) != template_of(pretrained.weights_folder):
+        print(f'the adapter has learned another chat template than the base model has: the one in {pretrained.folder}')
     alpha, rank = model_facts['lora_alpha'], model_facts['lora_rank']
     keys = {
         'peft_type': 'LORA',

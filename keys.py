@@ -47,6 +47,7 @@ class Keys:
     dataset_stages = ()  # shares from a step or fraction of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
     val_dataset: str | None = None  # dataset(s) to validate on: 'one,two'; None = dataset's own split [result, per job]
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, each attends only to itself
+    packing: bool | None = None  # several conversations or documents a sequence; None = if the model keeps them apart
     data_dir = 'data'  # where datasets live [result, per job, path]
     batch_size = 8  # sequences per rank and micro-step: these must fit into memory [per job]
     global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
@@ -216,7 +217,7 @@ OTHER_TRAINERS = {
     'logging_steps': 'log_interval',
     'output_dir': 'out_dir',
     'load_best_model_at_end early_stopping_patience': 'keep_best and --step=best, patience',
-    'packing packing_strategy': 'none: conversations are always packed',
+    'sample_packing packing_strategy': 'packing',
     'assistant_only_loss completion_only_loss': 'none: only answers are learned',
     'eos_token chat_template_path': "none: they are those of prepare_data.py's --tokenizer",
     'r lora_r use_rslora target_modules lora_target_modules': 'lora_rank, lora_rslora, lora_targets',

@@ -65,7 +65,6 @@ config, explicit = configure(Config)
 import atexit
 import collections
 import fcntl
-import hashlib
 import itertools
 import json
 import math
@@ -87,7 +86,7 @@ from runtime import errors
 from runtime.files import write_file
 from text import encoding, sources
 from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS
-from text.conversations import template_of
+from text.conversations import digest_of, template_of, templates_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
 from text.engine import Mismatch
 from text.summary import print_example, print_summary
@@ -237,7 +236,7 @@ folder = Path(config.data_dir) / config.name
 settings = {  # everything that decides which tokens are written
     'source': facts['sha256'],
     'tokenizer': tokenizer_facts,
-    'chat_template': chat_template and hashlib.sha256(chat_template.encode()).hexdigest(),  # None: text
+    'chat_template': digest_of(chat_template),  # None: text
     'fold_system': config.fold_system or None,  # not False: older datasets lack this setting
 }
 settings |= {key: vars(config)[key] for key in ('text_field', 'val_rule', 'val_fraction', 'seed', 'shard_tokens')}
@@ -518,7 +517,7 @@ meta = {
     'vocab_size': encoder.vocab_size,
     'eot_token': encoder.eot,
     'dtype': dtype.name,
-    **({'masked': True} if source.chat else {}),
+    **({'masked': True, 'chat_templates': templates_of(config.tokenizer)} if source.chat else {}),
     'splits': {split: writer.totals for split, writer in writers.items()},
     'val_fraction': config.val_fraction,
     'val_rule': rule_in_words,

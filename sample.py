@@ -131,7 +131,9 @@ if config.chat and not language.has_template:
         why = 'the model was trained from scratch, on text alone'
     raise ValueError(f'chat=True: {why}: leave --chat out')
 if config.chat is None:
-    config.chat = bool(run.get('packed') and language.has_template)  # the run has learned conversations
+    config.chat = bool(
+        run.get('chats', run.get('packed')) and language.has_template
+    )  # the run has learned conversations
 if config.chat:
     language.stop_tokens += language.end_of_answer()
 elif config.system is not None or any('prompt' not in row or 'system' in row for row in rows):

@@ -64,19 +64,22 @@ class TokenDataset:
     vocab_size            every id is below it; read() checks what it reads
     fingerprint           changes when the tokens change; a resumed run must find the same tokens
     name, split, eot      eot: the token that ends a document; None if meta.json does not tell
+    packing               whether windows of whole pieces hold as many as fit; False = a window for each piece
     """
 
     is_packed = is_chat = False
 
-    def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard):
+    def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard, packing=True):
         """shards: names, in order. open_shard(name): returns its tokens, an object with a length that can be sliced."""
         self.name, self.split, self.block_size, self.vocab_size = name, split, block_size, vocab_size
-        self._shards, self.eot = shards, meta.get('eot_token')
+        self._shards, self.eot, self.packing = shards, meta.get('eot_token'), packing
         self._open_shard = functools.lru_cache(MAX_MAPPED_SHARDS)(open_shard)
         self._ends = list(itertools.accumulate(len(self._open_shard(shard)) for shard in shards))
         self.n_tokens = self._ends[-1]
         facts = meta.get('splits', {}).get(split, {})
         self.fingerprint = self._fingerprint(facts)
+        if self.is_packed and not packing:
+            self.fingerprint += '-unpacked'  # the same tokens in other samples
         self._cut(facts)
 
     def _cut(self, facts):
@@ -150,7 +153,7 @@ class PackedDataset(TokenDataset):
 
     A piece of L tokens takes L - 1 positions: all its tokens except the last are inputs, all except the first targets.
     n_targets: int64 (n_windows,), how many targets count. n_starts: the largest number of pieces in a window, plus one
-    for the padding.
+    for the padding. padding: its share of all positions.
     """
 
     is_packed = True
@@ -160,7 +163,9 @@ class PackedDataset(TokenDataset):
         """Pack pieces of the split into windows. starts, lengths: in tokens. learned: how many of each piece's targets
         count."""
         # The longest pieces are packed first, so the windows are shuffled afterwards: evaluation reads the first ones.
-        order, bins = pack(lengths - 1, self.block_size)
+        order = bins = np.arange(len(lengths))
+        if self.packing:
+            order, bins = pack(lengths - 1, self.block_size)
         self.n_windows = int(bins.max()) + 1
         windows = sample_windows(bins, self.n_windows, seed=0)
         by_window = np.argsort(windows, kind='stable')
@@ -170,6 +175,7 @@ class PackedDataset(TokenDataset):
         self._borders = np.searchsorted(windows[by_window], np.arange(self.n_windows + 1))
         self.n_targets = np.add.reduceat(learned[piece_order], self._borders[:-1])
         self.n_starts = int(np.diff(self._borders).max()) + 1
+        self.padding = 1 - (lengths - 1).sum() / (self.n_windows * self.block_size)
 
     def read(self, windows):
         """Inputs and targets (len(windows), block_size) and starts (len(windows), n_starts), all int64; see
@@ -218,11 +224,11 @@ class Documents(PackedDataset):
         piece_sizes = np.minimum(np.repeat(sizes, n_pieces) - number * T, T)
         self._pack(np.repeat(starts, n_pieces) + number * T, piece_sizes + 1, piece_sizes)
 
-        n_cut, padding = np.count_nonzero(n_pieces > 1), 1 - piece_sizes.sum() / (self.n_windows * T)
+        n_cut = np.count_nonzero(n_pieces > 1)
         cut_in_stream = np.count_nonzero(starts // T != (starts + sizes - 1) // T)
         self.line = (
             f'{self.name}: {len(starts):,} documents ({self.split}). windows=documents: {n_cut / len(starts):.1%} are '
-            f'cut, {padding:.2%} of {self.n_windows:,} windows is padding. windows=stream: '
+            f'cut, {self.padding:.2%} of {self.n_windows:,} windows is padding. windows=stream: '
             f'{cut_in_stream / len(starts):.1%} are cut, no padding in {stream_windows:,} windows'
         )
 
@@ -309,10 +315,11 @@ def pack(sizes, capacity):
     return order, np.array(bins)
 
 
-def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows='stream'):
+def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows='stream', packing=True):
     """Open a split ('train' or 'val') of the folder data_dir/dataset; Conversations if its meta.json says "masked".
 
-    windows: 'stream' joins documents, 'documents' keeps them apart. vocab_size: None = the dataset's.
+    windows: 'stream' joins documents, 'documents' keeps them apart. vocab_size: None = the dataset's. packing: whether
+    windows of conversations, or of documents that are kept apart, hold several of them.
     dataset='synthetic': random tokens, a pure function of their position.
     No tokens are read except a few for the fingerprint, or all of them where the documents' borders are looked for.
     Raises FileNotFoundError for a dataset, split or file that does not exist; ValueError for a damaged one, for an id
@@ -323,7 +330,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
     if dataset == 'synthetic':
         tokens = RandomTokens(vocab_size or SYNTHETIC_VOCAB_SIZE, split)
         return DATASET_CLASSES[windows](
-            dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens
+            dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens, packing
         )
     folder, command = Path(data_dir) / dataset, _prepare_command(data_dir, dataset)
     raw = folder if folder.exists() else Path(dataset)  # as the user sees it, outside of data_dir
@@ -367,7 +374,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
 
     shards = _find_shards(folder, split, meta)
     kind = Conversations if meta.get('masked') else DATASET_CLASSES[windows]
-    return kind(str(folder), split, block_size, vocab_size, meta, shards, open_shard)
+    return kind(str(folder), split, block_size, vocab_size, meta, shards, open_shard, packing)
 
 
 def has_split(data_dir, dataset, split):

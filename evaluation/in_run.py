@@ -143,7 +143,9 @@ def tasks_of(config, pretrained, device):
     the dataset of the run has no tokenizer."""
     encoder, files = None, vars(config).get('eval_tasks', [])  # train_pipeline.py has none
     if files and pretrained:
-        encoder = encoder_of(pretrained, load_transformers_tokenizer(pretrained.folder, config.trust_remote_code))
+        tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
+        tokenizer.chat_template = pretrained.chat_templates or tokenizer.chat_template
+        encoder = encoder_of(pretrained, tokenizer)
     elif files:
         try:
             encoder = NativeEncoder(tokenizer_of(data.folder_of(vars(config))))

@@ -32,6 +32,7 @@ from model import GPT, ModelConfig, pointwise_cross_entropy
 from planning import report, rules
 from planning.sizes import part_of_rank
 from runtime import batches, best, checkpoint, errors, health, offload, processes, stopping
+from text.conversations import templates_of_data
 from text.encoding import compare_with_transformers
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
@@ -228,8 +229,14 @@ def open_model_and_data(run):
             f'{key}={getattr(config, key)!r} with init_from={config.init_from}: only models of transformers have LoRA '
             f'and frozen parts: {folder}, or leave {key} out'
         )
+    if config.packing is None:
+        config.packing = not run.pretrained or config.native or run.pretrained.keeps_documents_apart
     run.train_data = data.open_mixture(vars(config), 'train')  # a mixture of one or several datasets
     run.val_data = data.open_validation(vars(config), run.train_data)
+    if run.pretrained:
+        folders = [source.name for source in run.train_data.sources + run.val_data.sources]
+        run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
+        run.notes += lines
 
 
 def check_frozen_dtype(run):
@@ -331,7 +338,7 @@ def fill_data(run):
     """Keys that follow from the datasets: the vocabulary, and whether a sequence holds several documents."""
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
-    config.packed = train_data.is_packed
+    config.packed, config.chats = train_data.has_starts, train_data.is_chat
     if train_data.is_chat and not pretrained:
         raise ValueError(
             f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
@@ -342,6 +349,24 @@ def fill_data(run):
         most = min(whole, pretrained.positions or whole)
         keeps = 'keeps every conversation whole' if most == whole else 'is the most that this model has positions for'
         run.notes.append(f'--block_size={most} {keeps}')
+    if train_data.is_packed and not config.packing:
+        run.notes.append(line_of_padding(run, longest))
+
+
+def line_of_padding(run, longest):
+    """Why each document has a row of its own, and what that costs. longest: tokens of the longest conversation."""
+    sources, block_size = run.train_data.sources, run.config.block_size
+    rows = sum(source.n_windows for source in sources)
+    tokens = sum((1 - source.padding) * source.n_windows for source in sources) * block_size
+    reason = f' ({run.pretrained.arch} would let them see each other)' if 'packing' not in run.explicit else ''
+    line = (
+        f'packing=False: one conversation or document a sequence{reason}, {rows:,} sequences, of which '
+        f'{1 - tokens / (rows * block_size):.0%} is padding without loss: '
+        f'{rows * block_size / tokens:.1f} times the work of packed ones'
+    )
+    if 0 < longest - 1 < block_size:
+        line += f', and {rows * (longest - 1) / tokens:.1f} times with --block_size={longest - 1}, the longest'
+    return line
 
 
 def fill_length(run):
@@ -539,6 +564,7 @@ def in_words(keys):
     """The keys that say which data a run reads, for a message."""
     shown = ['dataset', *(('dataset_stages', 'max_iters') if keys.get('dataset_stages') else ())]
     shown += ['windows'] if keys.get('windows') == 'documents' else []
+    shown += ['packing'] if keys.get('packing') is False else []
     return ', '.join(f'{key}={keys[key]}' for key in shown)
 
 

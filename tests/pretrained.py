@@ -33,8 +33,20 @@ MORE_MODELS = {  # only on 2 ranks: classes that get this project's attention, a
     'cohere': ('CohereConfig', SIZES | {'logit_scale': 0.5}),
     'gpt_neox': ('GPTNeoXConfig', SIZES),
 }
-STATE_SPACE = {
-    'mamba': ('MambaConfig', {'hidden_size': 32, 'num_hidden_layers': 2, 'state_size': 4, 'pad_token_id': 0})
+# Classes that let packed documents see each other: by a state, by a convolution, or by a mask that ignores positions.
+STATE = {'hidden_size': 32, 'num_hidden_layers': 2, 'state_size': 4, 'pad_token_id': 0}
+LINEAR = {'linear_num_value_heads': 4, 'linear_num_key_heads': 2, 'linear_key_head_dim': 8, 'linear_value_head_dim': 8}
+LINEAR |= {'num_hidden_layers': 2, 'layer_types': ['linear_attention', 'full_attention'], 'head_dim': 16}
+GRANITE = {'mamba_n_heads': 8, 'mamba_d_head': 10, 'mamba_d_state': 8, 'mamba_n_groups': 1, 'mamba_expand': 2}
+GRANITE |= {'num_hidden_layers': 2, 'layer_types': ['mamba', 'attention'], 'shared_intermediate_size': 16}
+HYBRID = {
+    'mamba': ('MambaConfig', STATE),
+    'mamba2': ('Mamba2Config', STATE | {'num_heads': 8, 'head_dim': 8, 'n_groups': 1, 'chunk_size': 8}),
+    'lfm2': ('Lfm2Config', SIZES | {'num_hidden_layers': 2, 'layer_types': ['conv', 'full_attention']}),
+    'qwen3_next': ('Qwen3NextConfig', SIZES | EXPERTS | LINEAR | {'shared_expert_intermediate_size': 16}),
+    'qwen3_5_text': ('Qwen3_5TextConfig', SIZES | LINEAR),
+    'granitemoehybrid': ('GraniteMoeHybridConfig', SIZES | EXPERTS | GRANITE),
+    'gpt_oss': ('GptOssConfig', SIZES | EXPERTS | {'head_dim': 8, 'sliding_window': 8, 'pad_token_id': 0}),
 }
 # Their rows can be cut into blocks of 64 weights, as nf4 needs, and shards are still uneven on 3 ranks.
 SIZES_OF_64 = SIZES | {'hidden_size': 64, 'intermediate_size': 128}
@@ -54,7 +66,7 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
     differ. Returns the folder."""
     import transformers
 
-    name, sizes = (MODELS | MORE_MODELS | STATE_SPACE | OF_64)[kind]
+    name, sizes = (MODELS | MORE_MODELS | HYBRID | OF_64)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
     config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes | changes)
     torch.manual_seed(len(kind))

@@ -882,6 +882,31 @@ def test_packing_follows_from_lengths_and_order_alone(tmp_path):
     assert np.array_equal(one[2], other[2]) and not np.array_equal(one[0], other[0])
 
 
+def test_without_packing_each_conversation_has_a_window_of_its_own_and_an_epoch_holds_all_of_them(tmp_path):
+    chats = chats_of(LENGTHS)
+    make_chats(tmp_path / 'chats', chats)
+    packed, alone = (data.open_dataset(tmp_path, 'chats', 'train', 64, packing=packing) for packing in (True, False))
+    assert alone.n_windows == len(LENGTHS) > packed.n_windows and alone.fingerprint != packed.fingerprint
+    assert alone.padding == pytest.approx(1 - sum(min(n, 65) - 1 for n in LENGTHS) / 64 / len(LENGTHS))
+    mixture = only(alone)
+    mixture.plan(11, 2)
+    orders = []
+    for world_size in (1, 2):  # two samples a step: for one rank, or one for each of two
+        ranks = [data.batches(mixture, 1, 0, 2, 1, rank, world_size, 'cpu') for rank in range(world_size)]
+        taken = [[next(batches) for _ in range(22 // world_size)] for batches in ranks]
+        orders.append([(x, y) for of_step in zip(*taken, strict=True) for x, y in of_step])
+        for batches in ranks:
+            batches.close()
+    assert all(torch.equal(a, b) for one, two in zip(*orders, strict=True) for a, b in zip(one, two, strict=True))
+    ends = [int((y >= 0).nonzero()[-1, 1]) + 1 for _, y in orders[0]]
+    cut = [[part[0].split((end, 64 - end)) for part in batch] for batch, end in zip(orders[0], ends, strict=True)]
+    found = [(tuple(x.tolist()), tuple(y.tolist())) for (x, _), (y, _) in cut]
+    assert sorted(found) == sorted(as_learned(*chat) for chat in chats)
+    assert not any(padding.any() or (ignored >= 0).any() for (_, padding), (_, ignored) in cut)
+    learned = sum(int((y >= 0).sum()) for _, y in orders[0])
+    assert mixture.count_targets(1, 0, 22) == learned == sum(int(learned[1:].sum()) for _, learned in chats)
+
+
 def test_the_fingerprint_of_chats_changes_with_a_mask(tmp_path):
     chats = chats_of(LENGTHS)
     make_chats(tmp_path / 'one', chats)

@@ -18,6 +18,7 @@ Only the template writes control tokens. A message that spells one, such as <|im
 so that it cannot end its turn.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.shards import FIRST, LEARNED
+from dataset.windows import read_meta
 from runtime.errors import one_line
 from text.chat_rows import INSTRUCTIONS, THINK_TAG, THOUGHTS
 
@@ -58,14 +60,62 @@ def fold_system_messages(messages):
     return folded
 
 
+def templates_of(folder):
+    """{name: text} of the chat templates of a Hugging Face folder. As for transformers, they are in .jinja files or, if
+    there are none, in tokenizer_config.json, which has one or a list. The name of a single one is 'default'."""
+    folder = Path(folder)
+    files = {path.stem: path for path in sorted(folder.glob('additional_chat_templates/*.jinja'))}
+    if (path := folder / 'chat_template.jinja').exists():
+        files['default'] = path
+    if files:
+        return {name: path.read_text(encoding='utf-8') for name, path in files.items()}
+    path = folder / 'tokenizer_config.json'
+    found = json.loads(path.read_text(encoding='utf-8')).get('chat_template') if path.exists() else None
+    if isinstance(found, list) and all(isinstance(one, dict) and {'name', 'template'} <= {*one} for one in found):
+        return {one['name']: one['template'] for one in found}
+    return {'default': found if isinstance(found, str) else json.dumps(found)} if found else {}
+
+
 def template_of(folder):
-    """The chat template of a Hugging Face folder as text; None if it has none."""
-    path = Path(folder) / 'chat_template.jinja'
-    if path.exists():
-        return path.read_text(encoding='utf-8')
-    path = Path(folder) / 'tokenizer_config.json'
-    template = json.loads(path.read_text(encoding='utf-8')).get('chat_template') if path.exists() else None
-    return template if isinstance(template, str) or not template else json.dumps(template)  # several, with names
+    """The chat template of a Hugging Face folder as text, several as JSON; None if it has none."""
+    templates = templates_of(folder)
+    if len(templates) < 2:
+        return next(iter(templates.values()), None)
+    return json.dumps([{'name': name, 'template': templates[name]} for name in sorted(templates)])
+
+
+def digest_of(template):
+    """What settings in a meta.json say of template_of(). None = no template, as for text."""
+    return template and hashlib.sha256(template.encode()).hexdigest()
+
+
+def templates_of_data(data_folders, model_folder):
+    """({name: text} of the chat templates with which datasets were made, lines for the log).
+
+    The templates are None if those of the model's Hugging Face folder are the same, or if no dataset knows its own. The
+    lines say what differs: a model has to be asked in the form in which it has learned to answer."""
+    metas = {folder: meta for folder in data_folders if (meta := read_meta(Path(folder))).get('masked')}
+    made_with = {folder: meta.get('settings', {}).get('chat_template') for folder, meta in metas.items()}
+    made_with = {folder: digest for folder, digest in made_with.items() if digest}
+    if not made_with:
+        return None, []
+    first, own = next(iter(made_with)), template_of(model_folder)
+    anew = f'`python prepare_data.py --dataset=... --name=... --tokenizer={model_folder}`'
+    others = [folder for folder, digest in made_with.items() if digest != made_with[first]]
+    lines = [
+        f'WARNING: {other} was made with another chat template than {first}: prepare it anew with the same --tokenizer'
+        for other in others
+    ]
+    if made_with[first] == digest_of(own):
+        return None, lines
+    differs = f'{first} was made with another chat template than {model_folder} has'
+    if own is None:
+        differs, anew = f'{model_folder} has no chat template, {first} was made with one', 'put that into its folder'
+    templates = metas[first].get('chat_templates')
+    if templates:
+        kept = 'this run keeps that of the data, with which sample.py, evaluate.py and an export ask'
+        return templates, [*lines, f'{differs}: {kept}' + (f"; for the model's own, {anew}" if own else '')]
+    return None, [*lines, f'WARNING: {differs}, so it will be asked in another form than it learns: {anew}']
 
 
 class ChatEncoder:

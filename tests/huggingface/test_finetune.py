@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from launch import TINY_RUN, run_function, run_many, run_script
 from outputs import column
 from precision import apart, assert_same_run
-from pretrained import MODELS, MORE_MODELS, POSITIONS, STATE_SPACE, VOCABULARY, save_model, write_chats
+from pretrained import HYBRID, MODELS, MORE_MODELS, POSITIONS, VOCABULARY, save_model, write_chats
 from short import slow_but
 
 os.environ['HF_HUB_OFFLINE'] = '1'
@@ -147,7 +147,7 @@ def run_cases(folder):
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp('models')
-    for kind in MODELS | MORE_MODELS | STATE_SPACE:
+    for kind in MODELS | MORE_MODELS | HYBRID:
         save_model(folder / kind, kind)
     return folder
 
@@ -196,10 +196,10 @@ def test_every_class_with_our_attention_is_compared_with_its_own():
     assert set(finetune.OWN_ATTENTION) <= kinds
 
 
-def test_a_state_space_model_is_refused_with_packed_conversations_and_trained_on_text(on_ranks):
+def test_a_state_space_model_is_refused_with_packed_conversations_and_passes_without_them(on_ranks):
     refused, passed = on_ranks['mamba']
-    advice = 'it can be trained on text alone: prepare_data.py --chat=False'
-    assert refused == f'self-test: mamba lets packed documents see each other; {advice}'
+    advice = '--packing=False gives each a sequence of its own'
+    assert refused == f'self-test: mamba lets packed documents see each other: {advice}'
     assert passed.startswith('self-test: the loss is that of the logits')
 
 
@@ -290,7 +290,7 @@ DATASETS = {
 
 def losses_of_a_plain_loop(folder, prepared, dataset, **options):
     """The losses of ten steps by one process with the class of transformers and AdamW. Packed documents run one by
-    one."""
+    one, and conversations with a row of their own without its padding."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -306,7 +306,8 @@ def losses_of_a_plain_loop(folder, prepared, dataset, **options):
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     keys = {'data_dir': str(prepared), 'dataset_stages': (), 'block_size': LENGTH, 'vocab_size': VOCABULARY}
-    train_data = data.open_mixture({**keys, 'windows': 'stream', **DATASETS[dataset]}, 'train')
+    keys |= {'windows': 'stream', 'packing': folder.name not in HYBRID, **DATASETS[dataset]}
+    train_data = data.open_mixture(keys, 'train')
     train_data.plan(STEPS, SEQUENCES)
     batches = data.batches(train_data, 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu')
     losses = []
@@ -316,7 +317,8 @@ def losses_of_a_plain_loop(folder, prepared, dataset, **options):
         x, y, *packed = next(batches)
         total = 0.0
         for row in range(SEQUENCES):
-            borders = sorted({*packed[0][row].tolist(), LENGTH}) if packed else [0, LENGTH]
+            end = (y[row] >= 0).nonzero()[-1].item() + 1
+            borders = sorted({*packed[0][row].tolist(), LENGTH}) if packed else [0, end]
             for start, end in itertools.pairwise(borders):
                 logits = model(x[row : row + 1, start:end], use_cache=False).logits[0]
                 total = total + F.cross_entropy(logits, y[row, start:end], ignore_index=-1, reduction='sum')
@@ -348,6 +350,8 @@ STRATEGIES = {
 CASES = [('llama_tied', dataset, size, name) for dataset in ('text', 'chats') for size in (2, 6) for name in STRATEGIES]
 CASES += [('llama_tied', dataset, 6, name) for dataset in list(DATASETS)[2:] for name in ('ddp', 'fsdp manual')]
 CASES += [(kind, 'chats', 2, name) for kind in ('gpt2', 'mistral') for name in ('ddp', 'fsdp torch', 'fsdp manual')]
+CASES += [(kind, 'chats', 2, name) for kind in ('lfm2', 'qwen3_next', 'mamba2') for name in ('ddp', 'fsdp torch')]
+CASES += [('lfm2', 'text among chats', 6, 'fsdp manual')]
 
 
 # The short suite has these: each strategy once, packed and not, and each kind of dataset.
@@ -356,7 +360,7 @@ SHORT = [
     ('llama_tied', 'chats', 6, 'fsdp torch'),
     ('gpt2', 'chats', 2, 'fsdp manual'),
 ]
-SHORT += [('llama_tied', 'text among chats', 6, 'fsdp manual')]
+SHORT += [('llama_tied', 'text among chats', 6, 'fsdp manual'), ('lfm2', 'chats', 2, 'fsdp torch')]
 
 
 @pytest.fixture(scope='module')

@@ -811,6 +811,28 @@ def test_weights_that_lack_a_tensor_are_not_replaced_by_random_ones(model, keys)
     assert 'model.layers.1.mlp.up_proj.weight' in line and str(model) in line
 
 
+def test_a_base_model_without_a_chat_template_is_exported_and_asked_with_that_of_its_data(model, keys, tmp_path):
+    import transformers
+
+    template = (model / 'chat_template.jinja').read_text()
+    (model / 'chat_template.jinja').unlink()
+    for name in ('config.json', 'generation_config.json', 'tokenizer_config.json'):  # it ends texts with another token
+        content = json.loads((model / name).read_text())
+        ends = {'eos_token': '<|endoftext|>'} if 'tokenizer' in name else {'eos_token_id': 256}
+        (model / name).write_text(json.dumps({**content, **ends}))
+    said = start('train_ddp.py', *RUN, '--max_iters=1', '--dataset=chats', *keys)[0].stdout
+    assert f'{model} has no chat template, ' in said and 'this run keeps that of the data' in said
+    export = tmp_path / 'export'
+    said = run_script('export_model.py', f'--out_dir={tmp_path / "out"}', f'--to={export}').stdout
+    assert 'generate() also stops at <|im_end|>' in said
+    assert transformers.AutoTokenizer.from_pretrained(export).chat_template == template
+    assert transformers.GenerationConfig.from_pretrained(export).eos_token_id == [256, 258]
+    arguments = ['--prompt=What is 3?', '--temperature=0', '--max_new_tokens=4', '--show_ids']
+    asked = run_script('sample.py', f'--out_dir={tmp_path / "out"}', *arguments).stderr
+    prompt = '<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n'
+    assert str(transformers.AutoTokenizer.from_pretrained(export).encode(prompt)) in asked
+
+
 def test_conversations_for_a_model_from_scratch(keys):
     line = mistake('train_fsdp.py', *keys, '--init_from=scratch', '--dataset=chats')
     assert 'chats' in line and '--init_from' in line
