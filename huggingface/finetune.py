@@ -948,7 +948,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     model.train()
     if loaded:
         expected = processes.on_rank_0(reference_logits, pretrained, x, patience_s=processes.PATIENCE_S)
-        difference = (logits.cpu() - expected).norm() / expected.norm()
+        difference = logits_differ(logits.cpu(), expected, exact)
         if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
             problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm; {NOT_HERE}')
         rounded = '' if pretrained.frozen_rounding == 'float32' else f' rounded to {pretrained.frozen_rounding}'
@@ -958,6 +958,14 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     if problems:
         raise ValueError(f'self-test: {"; ".join(problems)}')
     return f'self-test: {"; ".join(facts)}'
+
+
+def logits_differ(logits, expected, exact):
+    """By which part of their norm logits (1, T, V) differ from those that are expected in fp32. exact: they are fp32,
+    too. In 16 bits that of the median token, since a router's near tie sends some tokens to other experts."""
+    if exact:
+        return (logits - expected).norm() / expected.norm()
+    return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
 
 
 def documents_mix(model, vocab_size, T, device):
