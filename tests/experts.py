@@ -28,20 +28,22 @@ def first_weights(keys, halves=False):
     return weights
 
 
-def let_tokens_choose(weights, k, halves=False):
-    """Change the weights {name: tensor} of a GPT with E experts so that each token has an order of experts of its own.
+def let_tokens_choose(weights, k, halves=False, embedding='embed.weight', router='router.weight'):
+    """Change the weights {name: tensor} of a model with E experts so that each token has an order of experts of its
+    own.
 
     The first E numbers of its embedding are that order, and these decide what a router says: 1/E apart, times 3, beside
     which the other numbers are small. The first k have 1.5 more. A router_bias of 1 decides before the order does.
-    halves: tokens below 128 begin with the first half of the experts, others with the second half.
+    halves: tokens below 128 begin with the first half of the experts, others with the second half. embedding, router:
+    the name of the embedding, and the end of the routers' names.
     """
-    embedding, E = weights['embed.weight'], len(weights['blocks.0.mlp.router.weight'])
+    embedding, routers = weights[embedding], [weight for name, weight in weights.items() if name.endswith(router)]
+    E = len(routers[0])
     liking = torch.rand(len(embedding), E, generator=torch.Generator().manual_seed(0))
     if halves:
         liking[:128, : E // 2] += 1
         liking[128:, E // 2 :] += 1
     place = liking.argsort(descending=True).argsort()  # of each expert in the order: 0 is the first one
     embedding[:, :E] = 3 * (1 - place / E) + 1.5 * (place < k)
-    for name, weight in weights.items():
-        if name.endswith('router.weight'):
-            weight[:, :E] = torch.eye(E)
+    for weight in routers:
+        weight[:, :E] = torch.eye(E)

@@ -11,10 +11,12 @@ import random
 
 import pytest
 import torch
+from experts import let_tokens_choose
 from launch import TINY_RUN, run_many, run_script
 from outputs import column
 from precision import FLOOR, TIMES, error, times_further
 from pretrained import save_model, write_chats
+from safetensors.torch import load_file, save_file
 from short import covering, slow_but
 
 AXES = {
@@ -97,6 +99,9 @@ def start_of(tmp_path_factory):
     """A function of a model's name: the keys for its weights, and for a data_dir with text and chats."""
     folder = tmp_path_factory.mktemp('on_cuda')
     models = {model: save_model(folder / model, model) for model in [*AXES['model'][1:], 'mixtral_64']}
+    weights = load_file(folder / 'mixtral_64' / 'model.safetensors')
+    let_tokens_choose(weights, 2, embedding='model.embed_tokens.weight', router='gate.weight')
+    save_file(weights, folder / 'mixtral_64' / 'model.safetensors', {'format': 'pt'})
     write_chats(folder / 'chats.jsonl')
     (folder / 'text').mkdir()
     letters = random.Random(0)

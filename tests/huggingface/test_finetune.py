@@ -212,6 +212,15 @@ def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):
     assert 'logits differ' in on_ranks['sabotaged'] and 'cannot be trained' in on_ranks['sabotaged']
 
 
+def test_in_16_bits_a_few_tokens_may_have_gone_to_other_experts():
+    expected = torch.randn(1, 32, 100, generator=torch.Generator().manual_seed(0))
+    for wrong, is_wrong in ((slice(0, 8), False), (slice(8, None), True)):
+        logits = expected * 1.005
+        logits[:, wrong] = expected.roll(1, 1)[:, wrong]
+        assert finetune.logits_differ(logits, expected, exact=True) > 0.1
+        assert bool(finetune.logits_differ(logits, expected, exact=False) > 0.1) == is_wrong
+
+
 @pytest.mark.parametrize('kind', ['llama', 'gemma2'])  # with a loss in chunks, and from all logits
 def test_z_loss_is_of_the_square_of_logsumexp(models, kind):
     pretrained = finetune.Pretrained(models / kind, z_loss=0.01)
