@@ -168,7 +168,7 @@ def test_what_float16_cannot_hold_is_named_and_nothing_is_written(export, monkey
         return weights, state
 
     monkeypatch.setattr(checkpoint, 'load_weights', with_a_large_number)
-    with pytest.raises(ValueError, match=r'dtype=float16: model.layers.1.mlp.up_proj.weight goes beyond 65,504: use'):
+    with pytest.raises(ValueError, match=r'dtype=float16: blocks.1.mlp.up.weight goes beyond 65,504: use'):
         export('llama_tied', '--dtype=float16')
     assert not (tmp_path / 'exports').exists()
 

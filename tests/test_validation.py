@@ -109,7 +109,7 @@ def test_a_dataset_of_its_own_is_validated_on_from_step_0(model, prepared, tmp_p
         per_byte = bits / bytes_per_token(model, prepared, dataset, 'train', 2 * size)
         assert first['val_bpb'] == pytest.approx(per_byte, rel=1e-12)
     assert ('val_bpb' in first) == (dataset == 'test')  # a template is no text
-    assert last['step'] == 2 and last['val_loss'] != first['val_loss']
+    assert last['step'] == 2 and last['tokens'] == 2 * size * LENGTH and last['val_loss'] != first['val_loss']
     assert f'{dataset} (train)' in (tmp_path / 'train.log').read_text()
 
 
