@@ -35,9 +35,7 @@ class Config:
     trust_remote_code = False  # run a model's own Python files if transformers has no class for it
     # prompt
     prompt = ''  # the text to continue; 'FILE:path' reads it from a file; '' = the start of a document
-    prompts: str | None = (
-        None  # .jsonl with {"prompt", "system"} or {"messages", "tools"} per line; adds "answer" [path]
-    )
+    prompts: str | None = None  # .jsonl with {"prompt", "system"} or {"messages", "tools"} a line; adds "answer" [path]
     chat: bool | None = None  # the prompt is a message to answer; None = if the run has learned conversations
     system: str | None = None  # system message; part of the user's message if the template refuses one
     chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first

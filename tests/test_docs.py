@@ -194,7 +194,19 @@ def test_the_table_of_other_trainers_flags_names_only_keys_that_exist():
 
 CODE_FILES = [path for room in ('', *ROOMS) for path in sorted((REPO / room).glob('*.py'))]
 # Flags in strings of the code that other programs get: git, nvidia-smi, Slurm's commands, zstd.
-THEIR_FLAGS = {'abbrev', 'always', 'dirty', 'format', 'query-gpu', 'job-name', 'me', 'noheader', 'parsable', 'long'}
+THEIR_FLAGS = {
+    'abbrev',
+    'always',
+    'dirty',
+    'format',
+    'query-gpu',
+    'job-name',
+    'name',
+    'me',
+    'noheader',
+    'parsable',
+    'long',
+}
 
 
 def sayings(path):
