@@ -376,7 +376,7 @@ def parse(text, knob, given):
         return at_home(words) if 'path' in knob.tags else words
     readings = [WORDS[text]] if text in WORDS else []
     if set(knob.types) - {'str', 'None'} or not knob.types:  # a string is taken as typed, quotes and all
-        for read in (ast.literal_eval, float):  # float: inf and nan are no literals
+        for read in (ast.literal_eval, json.loads, float):  # JSON has false; inf and nan are no literals of Python's
             try:
                 readings.append(read(text))
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # as literal_eval documents

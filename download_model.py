@@ -41,7 +41,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from runtime.errors import one_line, report_errors
-from runtime.files import sha256_of, write_file
+from runtime.files import merge_command, sha256_of, write_file
 
 report_errors()
 
@@ -115,11 +115,8 @@ def weights_among(names, place, way_out):
     """SINGLE or INDEX, whichever is among the file names of a model. Raises ValueError if the configuration, the
     tokenizer or the weights are missing. place: where the files are. way_out: the end of the error message."""
     if 'config.json' not in names and 'adapter_config.json' in names:
-        merge = f'AutoPeftModelForCausalLM.from_pretrained("{place}").merge_and_unload().save_pretrained("MERGED")'
-        raise ValueError(
-            f'{place} is an adapter of peft, not a model: merge it into its model, '
-            f"`python -c 'from peft import AutoPeftModelForCausalLM; {merge}'`, and copy the tokenizer's files there"
-        )
+        merge = f"{merge_command(place)}, and copy the tokenizer's files there"
+        raise ValueError(f'{place} is an adapter of peft, not a model: merge it into its model, {merge}')
     if 'config.json' not in names:
         raise ValueError(f'{place} has no config.json: {way_out}')
     if not any(files <= set(names) for files in TOKENIZERS):

@@ -36,6 +36,7 @@ class Config:
     num_fewshot: int | None = None  # solved examples before each item; None = as many as the task says, often 0
     limit: int | None = None  # use only this many items of each task, the first ones
     apply_chat_template = False  # write items and examples as messages, with the tokenizer's chat template
+    chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     results: str | None = None  # file to which the scores are appended; None = results.jsonl in out_dir [path]
     samples: str | None = None  # folder for TASK.jsonl with each item's log-likelihoods or answer [path]
     # text to tokens
@@ -78,6 +79,9 @@ if not config.tasks:
 for key, least in (('batch_size', 1), ('limit', 1), ('block_size', 1), ('num_fewshot', 0)):
     if (given := getattr(config, key)) is not None and given < least:
         raise ValueError(f'{key}={given}: expected {least} or more')
+if config.chat_template_kwargs and not config.apply_chat_template:
+    given = f'chat_template_kwargs={config.chat_template_kwargs}'
+    raise ValueError(f'{given}: no chat template is used: add --apply_chat_template, or leave them out')
 begin.join_ranks(config.timeout_s, device)
 
 
@@ -113,7 +117,7 @@ else:
     else:
         pretrained = finetune.Pretrained(config.out_dir, trust_remote_code=config.trust_remote_code)
     text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
-    encoder = in_run.encoder_of(pretrained, text_tokenizer)
+    encoder = in_run.encoder_of(pretrained, text_tokenizer, config.chat_template_kwargs)
     # If the configuration names no limit, the tokenizer may; 2048 is the harness's default for models without any.
     positions = pretrained.positions or (
         text_tokenizer.model_max_length if text_tokenizer.model_max_length < 1e9 else 2048

@@ -35,9 +35,10 @@ class Config:
     trust_remote_code = False  # run a model's own Python files if transformers has no class for it
     # prompt
     prompt = ''  # the text to continue; 'FILE:path' reads it from a file; '' = the start of a document
-    prompts: str | None = None  # .jsonl with {"prompt", "system"} or {"messages"} per line; adds "answer" [path]
+    prompts: str | None = None  # .jsonl with {"prompt", "system"} or {"messages", "tools"} a line; adds "answer" [path]
     chat: bool | None = None  # the prompt is a message to answer; None = if the run has learned conversations
     system: str | None = None  # system message; part of the user's message if the template refuses one
+    chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     # sampling
     num_samples: int | None = None  # texts per prompt, drawn independently; None = 3, or 1 with chat or prompts
     batch_size = 16  # texts that are generated at the same time
@@ -120,7 +121,8 @@ else:
     finetune.transformers_offline().logging.set_verbosity_error()
     text_tokenizer = load_transformers_tokenizer(folder, config.trust_remote_code)
     text_config = pretrained and pretrained.config.get_text_config()
-    language = prompts.TransformersLanguage(text_tokenizer, folder, getattr(text_config, 'eos_token_id', None))
+    named_ends = getattr(text_config, 'eos_token_id', None)
+    language = prompts.TransformersLanguage(text_tokenizer, folder, named_ends, config.chat_template_kwargs)
 vocab_size = pretrained.vocab_size if pretrained else model_config.vocab_size
 positions = pretrained and pretrained.positions or math.inf  # a GPT of model.py never runs out: it drops the older half
 
@@ -136,8 +138,10 @@ if config.chat is None:
     )  # the run has learned conversations
 if config.chat:
     language.stop_tokens += language.end_of_answer()
-elif config.system is not None or any('prompt' not in row or 'system' in row for row in rows):
-    given = 'a row with messages or a system message' if config.system is None else f'system={config.system!r}'
+elif config.system is not None or config.chat_template_kwargs or not all(map(prompts.is_text, rows)):
+    given = 'a row with messages, a system message or tools'
+    given = f'chat_template_kwargs={config.chat_template_kwargs}' if config.chat_template_kwargs else given
+    given = given if config.system is None else f'system={config.system!r}'
     advice = (
         '--chat makes a message of it' if language.has_template else 'there is no template for messages; leave it out'
     )
@@ -150,7 +154,7 @@ asked = []  # a Prompt for each row
 for number, row in enumerate(() if is_conversation else rows, start=1):
     name = 'the prompt' if config.prompts is None else f'prompt {number}'
     if config.chat:
-        asked.append(language.prompt_of_chat(prompts.messages_of(row, config.system, name)))
+        asked.append(language.prompt_of_chat(prompts.conversation_to_answer(row, config.system, name)))
     else:
         asked.append(language.prompt_of(row['prompt']))
     prompts.refuse_what_does_not_fit(asked[-1], name, language, positions, vocab_size)

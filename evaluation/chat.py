@@ -34,7 +34,7 @@ def converse(model, language, system, positions, say, max_new_tokens, generator_
             messages = begin(system)
             continue
         asked = [*messages, {'role': 'user', 'content': line.strip()}]
-        prompt = language.prompt_of_chat(asked)
+        prompt = language.prompt_of_chat({'messages': asked})
         if len(prompt.ids) >= positions:
             say(f'the conversation has {len(prompt.ids)} tokens, the model {positions} positions: /reset begins anew')
             continue

@@ -132,10 +132,11 @@ def refuse_tokens_beyond(vocab_size, tasks, requests):
                 raise ValueError(f'{given}: leave out what spells that token, or take the tokenizer of the model')
 
 
-def encoder_of(pretrained, tokenizer):
+def encoder_of(pretrained, tokenizer, chat_template_kwargs=None):
     """The TransformersEncoder of a model of transformers."""
     named_ends = getattr(pretrained.config.get_text_config(), 'eos_token_id', None)
-    return TransformersEncoder(tokenizer, ends_of_texts(tokenizer, pretrained.folder, named_ends))
+    ends = ends_of_texts(tokenizer, pretrained.folder, named_ends)
+    return TransformersEncoder(tokenizer, ends, chat_template_kwargs)
 
 
 def tasks_of(config, pretrained, device):

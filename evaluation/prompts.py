@@ -5,7 +5,7 @@ From a prompt to ids, and from the ids of an answer to text.
     language = OwnLanguage(tokenizer)                # for a run from scratch: a tokenizer of text.tokenizer; text only
     language = TransformersLanguage(tokenizer, folder, named_ends)    # a tokenizer of transformers; may have a template
     prompt = language.prompt_of('def ')              # a Prompt: its ids, and what text_of() needs
-    prompt = language.prompt_of_chat([{'role': 'user', 'content': 'What is a shard?'}])
+    prompt = language.prompt_of_chat({'messages': [{'role': 'user', 'content': 'What is a shard?'}]})
     text = language.text_of(prompt, new_ids)
     stream = Stream(lambda ids: language.text_of(prompt, ids))       # the same text, piece by piece as ids arrive
 """
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from huggingface.finetune import transformers_offline
 from runtime.errors import one_line
-from text.chat_rows import INSTRUCTIONS
-from text.conversations import DATE, fold_system_messages
+from text.chat_rows import BESIDE_MESSAGES, INSTRUCTIONS, question_of
+from text.conversations import ChatTemplate, fold_system_messages
 
 UNFINISHED = '\ufffd'  # what a tokenizer writes for bytes that are not yet a whole character
 
@@ -26,8 +26,8 @@ UNFINISHED = '\ufffd'  # what a tokenizer writes for bytes that are not yet a wh
 
 
 def read_rows(path):
-    """The rows of a .jsonl file: {"prompt"} with or without "system", or {"messages"}; other fields are kept. Raises
-    ValueError with the line number of a row that has neither."""
+    """The rows of a .jsonl file that ask for an answer; other fields are kept. Raises ValueError with the number of a
+    line that does not."""
     rows = []
     with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, start=1):
@@ -35,37 +35,30 @@ def read_rows(path):
                 continue
             try:
                 row = json.loads(line)
-            except ValueError:
-                row = None
-            if not (isinstance(row, dict) and (is_question(row) or is_dialogue(row))):
+                question_of(row)
+            except (ValueError, RecursionError) as error:
                 wanted = '{"prompt": "TEXT"}, perhaps with "system": "TEXT", or {"messages": [...]} to the user\'s last'
-                raise ValueError(f'{path}, line {number}: expected {wanted}; given {line.strip()[:60]}')
+                given = f'{line.strip()[:60]} ({one_line(error, 100)})'
+                raise ValueError(f'{path}, line {number}: expected {wanted}; given {given}') from error
             rows.append(row)
     return rows
 
 
-def is_question(row):
-    return 'messages' not in row and isinstance(row.get('prompt'), str) and isinstance(row.get('system', ''), str)
+def is_text(row):
+    """Whether a row is a text to continue, which no chat template has to write."""
+    return isinstance(row.get('prompt'), str) and not any(row.get(name) for name in BESIDE_MESSAGES)
 
 
-def is_dialogue(row):
-    messages = row.get('messages')
-    if not isinstance(messages, list) or not messages or 'prompt' in row or 'system' in row:
-        return False
-    texts = [(message.get('role'), message.get('content')) for message in messages if isinstance(message, dict)]
-    are_texts = all(isinstance(text, str) for pair in texts for text in pair)
-    return len(texts) == len(messages) and are_texts and texts[-1][0] != 'assistant'
-
-
-def messages_of(row, system, name):
-    """The messages of a row, up to the one to answer. system: the system message for rows without their own, or None.
-    name: what an error calls the row, such as 'the prompt'. Raises ValueError for an empty question."""
-    messages = row.get('messages') or [{'role': 'user', 'content': row['prompt']}]
-    if not messages[-1]['content'].strip():
+def conversation_to_answer(row, system, name):
+    """The conversation of a row, up to the message to answer. system: the system message for rows without their own, or
+    None. name: what an error calls the row, such as 'the prompt'. Raises ValueError for an empty question."""
+    conversation = question_of(row)
+    messages = conversation['messages']
+    if messages[-1]['role'] == 'user' and not messages[-1]['content'].strip():
         raise ValueError(f'{name} is empty: give the message to answer, or --chat=False')
-    system = row.get('system', system)
-    has_own = system is None or messages[0]['role'] in INSTRUCTIONS
-    return messages if has_own else [{'role': 'system', 'content': system}, *messages]
+    if system is not None and messages[0]['role'] not in INSTRUCTIONS:
+        conversation['messages'] = [{'role': 'system', 'content': system}, *messages]
+    return conversation
 
 
 # --- ids and text -----------------------------------------------------------------------------------------------------
@@ -119,10 +112,12 @@ def ends_of_texts(tokenizer, folder, named_ends=None):
 
 class TransformersLanguage:
     """For models of transformers. folder: where the tokenizer is. named_ends: what the model's configuration names as
-    the end of a text: an id, a list of ids or None."""
+    the end of a text: an id, a list of ids or None. chat_template_kwargs: variables for the template, unless a
+    conversation has its own."""
 
-    def __init__(self, tokenizer, folder, named_ends=None):
+    def __init__(self, tokenizer, folder, named_ends=None, chat_template_kwargs=None):
         self.tokenizer, self.folder, self.has_template = tokenizer, folder, bool(tokenizer.chat_template)
+        self.template, self.kwargs = self.has_template and ChatTemplate(tokenizer), chat_template_kwargs or {}
         self.stop_tokens = ends_of_texts(tokenizer, folder, named_ends)
 
     def prompt_of(self, text):
@@ -136,27 +131,29 @@ class TransformersLanguage:
             raise ValueError('an empty prompt, and the tokenizer has no token that starts a text: give a --prompt')
         return Prompt(tokens)
 
-    def prompt_of_chat(self, messages):
-        written = self.render(messages, add_generation_prompt=True)
+    def prompt_of_chat(self, conversation):
+        written = self.write(conversation, add_generation_prompt=True)
         # The template has written all special tokens.
         return Prompt(self.tokenizer.encode(written, add_special_tokens=False), is_chat=True)
 
-    def render(self, messages, **options):
-        """The text that the chat template makes of the messages. If it refuses system messages, they become part of the
-        user's, as prepare_data.py --fold_system does it. Raises ValueError if the template refuses that, too."""
+    def write(self, conversation, add_generation_prompt=False):
+        """The text that the chat template makes of a conversation. If it refuses system messages, they become part of
+        the user's, as prepare_data.py --fold_system does it. Raises ValueError if the template refuses that, too."""
+        options = self.kwargs | conversation.get('chat_template_kwargs', {}) | {'tools': conversation.get('tools')}
+        messages = [self.template.form_of(message) for message in conversation['messages']]
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, **options)
+            return self.template.write(messages, options, add_generation_prompt)
         except Exception as error:  # a template may raise anything
-            folded = fold_system_messages(messages)
-            if folded != messages:
-                return self.render(folded, **options)
+            folded = fold_system_messages(conversation['messages'])
+            if folded != conversation['messages']:
+                return self.write({**conversation, 'messages': folded}, add_generation_prompt)
             raise ValueError(f'the chat template in {self.folder} refuses: {one_line(error)}') from error
 
     def end_of_answer(self):
         """[the token that the template writes behind an answer], if it is a special one. It has to be found in this way
         for models that were given a template later: their folder names only the token that ends a text."""
-        conversation = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
-        behind = self.render(conversation).partition('Answer')[2].strip()
+        messages = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
+        behind = self.write({'messages': messages}).partition('Answer')[2].strip()
         following = self.tokenizer.encode(behind, add_special_tokens=False)[:1]
         return [token for token in following if self.tokenizer.added_tokens_decoder.get(token)]
 

@@ -20,6 +20,7 @@ nanochat implements it.
 """
 
 import collections
+import functools
 import json
 import math
 import os
@@ -33,7 +34,8 @@ import numpy as np
 
 from evaluation.rules import Rule
 from runtime.errors import one_line
-from text.conversations import DATE
+from text.chat_rows import tools_of
+from text.conversations import ChatTemplate
 
 FORMS = {
     'choices': {'context', 'choices', 'gold'},
@@ -42,7 +44,8 @@ FORMS = {
     'text': {'text'},
     'prompt': {'prompt', 'answer'},
 }
-OPTIONAL = {'delimiter': str, 'description': str, 'group': str, 'num_fewshot': int, 'chance': float}
+OF_CHATS = {'tools': list, 'chat_template_kwargs': dict}  # for --apply_chat_template
+OPTIONAL = {'delimiter': str, 'description': str, 'group': str, 'num_fewshot': int, 'chance': float, **OF_CHATS}
 OF_PROMPTS = {'stop': list, 'rule': str, 'pattern': str, 'max_new_tokens': int}  # also optional
 MAX_NEW_TOKENS = 256  # as in the harness
 FEWSHOT_SEED = 1234  # as in the harness
@@ -64,6 +67,7 @@ class Item:
     num_fewshot: int
     chance: float  # score of a guess
     place: str  # file and row, for messages
+    of_chat: dict  # tools and chat_template_kwargs, which only a chat template can write
     rule: Rule | None = None  # this and the rest are for prompts only
     stop: tuple = ()
     max_new_tokens: int = MAX_NEW_TOKENS
@@ -113,6 +117,9 @@ def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None)
         given = f'num_fewshot={num_fewshot}, protocol={protocol}' + ', apply_chat_template=True' * bool(chat)
         other = '--num_fewshot=0 --protocol=harness' + ' --apply_chat_template=False' * bool(chat)
         raise ValueError(f'{given}: {path} holds texts, which have no answers: use {other}')
+    if not chat and (odd := next((item for item in items if item.of_chat), None)):
+        given = f'{odd.place}: {" and ".join(odd.of_chat)} are for a chat template'
+        raise ValueError(f'{given}: --apply_chat_template writes them, --eval_tasks_chat in a run')
     if protocol == 'core' and (chat or items[0].form == 'prompt'):
         given = f'protocol=core: {path}'
         why = 'has prompts, which its rules do not know' if items[0].form == 'prompt' else 'knows no chat template'
@@ -169,8 +176,8 @@ def item_of(line, place):
             raise ValueError(f'{place}: gold={json.dumps(gold)}; expected a number from 0 to {len(texts) - 1}')
     for key in keys & {'context', 'continuation', 'text', 'prompt', *optional}:
         if not isinstance(row[key], kind := optional.get(key, str)):
-            names = {str: 'a text', int: 'a whole number', float: 'a number such as 0.25', list: 'a list of texts'}
-            expected = names[kind]
+            names = {str: 'a text', int: 'a whole number', float: 'a number such as 0.25', dict: 'an object'}
+            expected = names.get(kind, 'a list of objects' if key == 'tools' else 'a list of texts')
             raise ValueError(f'{place}: {key} is {json.dumps(row[key])[:60]}; expected {expected}')
     if form == 'prompt':
         return item_of_prompt(row, place)
@@ -187,7 +194,18 @@ def item_of(line, place):
     lengths = [[len(text) for text in normalised], [len(text.encode('utf-8', 'replace')) for text in normalised]]
     chance = row.get('chance', 1 / len(pairs) if several else 0.0)
     texts = (row.get('group'), row.get('description', ''), delimiter)
-    return Item(form, pairs, *lengths, row.get('gold'), *texts, row.get('num_fewshot', 0), chance, place)
+    return Item(
+        form, pairs, *lengths, row.get('gold'), *texts, row.get('num_fewshot', 0), chance, place, of_chat_in(row, place)
+    )
+
+
+def of_chat_in(row, place):
+    """{'tools', 'chat_template_kwargs'} of a row, as far as it has them, in the form that prepare_data.py reads."""
+    try:
+        found = {'tools': tools_of(row), 'chat_template_kwargs': row.get('chat_template_kwargs')}
+    except ValueError as error:
+        raise ValueError(f'{place}: {error}') from error
+    return {name: value for name, value in found.items() if value}
 
 
 def item_of_prompt(row, place):
@@ -200,7 +218,8 @@ def item_of_prompt(row, place):
     delimiter = row.get('delimiter', ' ')
     pairs = [(row['prompt'], delimiter + rule.answers[0])]  # with the answer, in case it becomes an example
     texts = (row.get('group'), row.get('description', ''), delimiter)
-    return Item('prompt', pairs, [], [], None, *texts, row.get('num_fewshot', 0), 0.0, place, rule, stop, longest)
+    rest = (row.get('num_fewshot', 0), 0.0, place, of_chat_in(row, place), rule, stop, longest)
+    return Item('prompt', pairs, [], [], None, *texts, *rest)
 
 
 def examples_of(items, all_items, path, num_fewshot, protocol):
@@ -254,7 +273,7 @@ def with_examples(item, shown, chat):
         messages.append({'role': 'user', 'content': context})
         messages.append({'role': 'assistant', 'content': without_delimiter(answer, example)})
     asked = list(dict.fromkeys(context for context, _ in item.pairs))  # all choices have the same context
-    written = {context: chat([*messages, {'role': 'user', 'content': context}]) for context in asked}
+    written = {context: chat([*messages, {'role': 'user', 'content': context}], item.of_chat) for context in asked}
     return [(written[context], without_delimiter(answer, item)) for context, answer in item.pairs]
 
 
@@ -282,7 +301,7 @@ class NativeEncoder:
         """Special tokens that these texts spell: none, since these tokenizers never read text as special tokens."""
         return []
 
-    def chat(self, messages):
+    def chat(self, messages, of_chat):
         raise ValueError(
             'a model from scratch has no chat template: leave out --apply_chat_template, --eval_tasks_chat'
         )
@@ -292,9 +311,10 @@ class TransformersEncoder:
     """Encodes with a tokenizer of transformers, with the special tokens that it adds before a text, such as BOS. An EOS
     that some tokenizers add after a text is removed, because the text continues."""
 
-    def __init__(self, tokenizer, stop_tokens=()):
-        """stop_tokens: ids that end what the model writes. Raises ValueError for a tokenizer without BOS and EOS."""
-        self.tokenizer, self.stop_tokens = tokenizer, list(stop_tokens)
+    def __init__(self, tokenizer, stop_tokens=(), chat_template_kwargs=None):
+        """stop_tokens: ids that end what the model writes. chat_template_kwargs: variables for the chat template, where
+        a row has none of its own. Raises ValueError for a tokenizer without BOS and EOS."""
+        self.tokenizer, self.stop_tokens, self.kwargs = tokenizer, list(stop_tokens), chat_template_kwargs or {}
         starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
         self.prefix = next((token for token in starts if token is not None), None)
         if self.prefix is None:
@@ -320,19 +340,23 @@ class TransformersEncoder:
         added = self.tokenizer.get_added_vocab()
         return [added[text] for text in texts if text in added]
 
-    def chat(self, messages):
-        """The text that the chat template makes of the messages, for the model to answer. If the template refuses a
-        system message, that is left out, as in the harness. Raises ValueError if there is no template, or if it still
-        refuses."""
+    @functools.cached_property
+    def template(self):
+        return ChatTemplate(self.tokenizer)
+
+    def chat(self, messages, of_chat):
+        """The text that the chat template makes of the messages, for the model to answer. of_chat: of an Item. If the
+        template refuses a system message, that is left out, as in the harness. Raises ValueError if there is no
+        template, or if it still refuses."""
         if not self.tokenizer.chat_template:
             given = f'apply_chat_template=True: the tokenizer in {self.tokenizer.name_or_path} has no chat template'
             raise ValueError(f'{given}: leave it out')
+        options = self.kwargs | of_chat.get('chat_template_kwargs', {}) | {'tools': of_chat.get('tools')}
         try:
-            options = {'tokenize': False, 'add_generation_prompt': True, 'date_string': DATE}
-            return self.tokenizer.apply_chat_template(messages, **options)
+            return self.template.write(messages, options, add_generation_prompt=True)
         except Exception as error:  # a template may raise anything
             if messages[0]['role'] == 'system':
-                return self.chat(messages[1:])
+                return self.chat(messages[1:], of_chat)
             raise ValueError(
                 f'the chat template of {self.tokenizer.name_or_path} refuses: {one_line(error)}'
             ) from error

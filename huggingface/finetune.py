@@ -42,7 +42,7 @@ from huggingface.files import Weights, find_folder, local_rows, refuse_not_finit
 from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, layout_of_documents, recomputed
 from runtime import processes
 from runtime.errors import is_lost_peer, is_out_of_memory, one_line
-from runtime.files import refuse_lfs_pointer
+from runtime.files import merge_command, refuse_lfs_pointer
 
 KEPT = 'model'  # folder in out_dir with the files of init_from that a run needs, except the weights
 LARGEST_KEPT = 2**26  # bytes of a file that is kept; a large vocabulary's tokenizer.json has 20 MB
@@ -368,12 +368,8 @@ def refuse_adapter(folder):
         base = '(its file does not say which)'
         with contextlib.suppress(ValueError, AttributeError), open(path, encoding='utf-8') as file:
             base = json.load(file).get('base_model_name_or_path') or base
-        merge = f'AutoPeftModelForCausalLM.from_pretrained("{folder}").merge_and_unload().save_pretrained("MERGED")'
-        raise ValueError(
-            f'{folder} is an adapter of peft for the model {base}: merge the two, '
-            f"`python -c 'from peft import AutoPeftModelForCausalLM; {merge}'`, copy the tokenizer's files there, "
-            'and give that folder'
-        )
+        merge = f"{merge_command(folder)}, copy the tokenizer's files there, and give that folder"
+        raise ValueError(f'{folder} is an adapter of peft for the model {base}: merge the two, {merge}')
 
 
 def refuse_scalars(model):

@@ -44,6 +44,14 @@ def read_json(path):
         raise ValueError(f'{path} is damaged: delete it, and start again') from None
 
 
+def merge_command(folder):
+    """The command that merges an adapter of peft into its model: in float32, since in the model's bfloat16 much of what
+    was learned would be rounded away."""
+    load = f'AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="float32")'
+    merge = f'{load}.merge_and_unload().save_pretrained("MERGED")'
+    return f"`python -c 'from peft import AutoPeftModelForCausalLM; {merge}'`"
+
+
 def refuse_lfs_pointer(path):
     """Raise ValueError if a file is only the pointer that a clone without git-lfs leaves in its place."""
     with open(path, 'rb') as file:

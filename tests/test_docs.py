@@ -1,5 +1,6 @@
 """README.md and docs/ name only files, functions, keys and links that exist; metrics.md names all that runs write."""
 
+import ast
 import functools
 import re
 import runpy
@@ -187,6 +188,60 @@ def test_the_table_of_other_trainers_flags_names_only_keys_that_exist():
     for row in rows:
         for key in re.findall(r'`(\w+)[`=]', row):
             assert key in known, f'the table of flags names {key}'
+
+
+# --- advice in the code -----------------------------------------------------------------------------------------------
+
+# Benchmarks are left out, since each has flags of its own.
+CODE_FILES = [path for room in ('', *ROOMS[:-1]) for path in sorted((REPO / room).glob('*.py'))]
+# Flags in strings of the code that other programs get: git, nvidia-smi, Slurm's commands, zstd, benchmarks/links.py.
+THEIR_FLAGS = set('abbrev always dirty format query-gpu job-name name me noheader parsable long json'.split())
+
+
+def sayings(path):
+    """The texts of all strings in a file that are no docstrings, with … for what they put in."""
+    words_of = runpy.run_path(str(REPO / 'docs/write_reference.py'))['words_of']
+    todo, kinds = [ast.parse(path.read_text())], (ast.Module, ast.ClassDef, ast.FunctionDef)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        if isinstance(node, ast.JoinedStr | ast.BinOp) or (
+            isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ):
+            yield words_of(node)
+        if not isinstance(node, ast.JoinedStr):
+            todo += ast.iter_child_nodes(node)
+        else:
+            todo += [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
+
+
+def unknown_in(text, known):
+    """What a text advises that does not exist: keys, scripts, and keys of a script that it names in a command."""
+    found = {key for key in re.findall(r'(?<![\w-])--([a-z][\w-]*)', text) if key not in known}
+    for name in re.findall(r'(?<![\w/.*=…-])[\w/-]*\w\.(?:py|sh|md)\b', text):
+        found |= set() if (REPO / name).exists() or name in THEIRS | {'zero_to_fp32.py'} else {name}
+    for script, rest in re.findall(r'(?:python|torchrun\b[^`;]*?) (\w+\.py)([^`;]*)', text):
+        keys = keys_of(script) if script in SCRIPTS else known
+        found |= set(re.findall(r'(?<![\w-])--([a-z]\w*)', rest)) - keys
+    return found
+
+
+def test_what_lines_of_the_code_advise_exists():
+    known = keys_of_all([*SCRIPTS, 'planning/rules.py']) | FLAGS | THEIR_FLAGS
+    lines = [(path, text) for path in CODE_FILES for text in sayings(path)]
+    assert sum('--' in text for _, text in lines) > 100
+    for path, text in lines:
+        of_this = keys_of(path.name) | FLAGS | THEIR_FLAGS if path.parent == REPO and path.name in SCRIPTS else known
+        names_another = re.search(r'\w+\.(py|sh)\b', text)
+        assert not (unknown := unknown_in(text, known if names_another else of_this)), f'{path}: {unknown} in: {text}'
+
+
+def test_advice_that_does_not_exist_is_found():
+    known = keys_of_all(SCRIPTS)
+    assert unknown_in('…: give --block_sise=… or --block_size', known) == {'block_sise'}
+    assert unknown_in('`python sampel.py` or docs/none.md', known) == {'sampel.py', 'docs/none.md'}
+    assert unknown_in('`torchrun --nproc_per_node=2 evaluate.py --fold_system`', known | FLAGS) == {'fold_system'}
 
 
 def anchors(page):

@@ -416,7 +416,10 @@ def test_an_adapter_is_named_as_one_with_the_command_that_merges_it(hub, tmp_pat
         (check_folder(tmp_path / 'adapter', check=False), tmp_path / 'adapter'),
     ):
         line = error_line(result)
-        assert f'{place} is an adapter of peft, not a model' in line and f'"{place}").merge_and_unload()' in line
+        assert (
+            f'{place} is an adapter of peft, not a model' in line
+            and f'"{place}", dtype="float32").merge_and_unload()' in line
+        )
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_the_weights(hub, tmp_path):

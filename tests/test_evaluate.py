@@ -345,6 +345,15 @@ def test_examples_and_descriptions_become_messages_where_a_chat_template_is_appl
         n = int(item.rule.answers[0]) - 1
         asked = [start.format(f'{n} + 1 =') for n in (1 - n, n)]
         assert item.pairs[0][0] == f'{asked[0]}{2 - n}<|im_end|>\n{asked[1]}'
+    # tools and variables of the template stand in a row, or are given to all rows
+    loop.tokenizer.chat_template = '{{ tools | map(attribute="function.name") | join }} {{ a }}{{ b }}:'
+    asked = {'context': 'x', 'choices': ['he', 'she'], 'gold': 1}
+    rows = [{**asked, 'tools': [{'name': 'f'}], 'chat_template_kwargs': {'a': 1}}, {**asked, 'tools': [{'name': 'g'}]}]
+    given = tasks.TransformersEncoder(loop.tokenizer, chat_template_kwargs={'a': 2, 'b': 3})
+    tools_path = write_rows(tmp_path / 'tools.jsonl', rows)
+    assert [item.pairs[0][0] for item in tasks.read_task(tools_path, chat=given.chat).items] == ['f 13:', 'g 23:']
+    with pytest.raises(ValueError, match='row 1: tools and chat_template_kwargs are for a chat template: --apply'):
+        tasks.read_task(tools_path)
     # a template that refuses the system's message: lm_eval leaves it out
     loop.tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}>"

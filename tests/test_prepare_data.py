@@ -529,6 +529,17 @@ def test_links_to_folders_are_followed_once_and_what_is_no_file_is_named(tmp_pat
     assert texts_in(tree)[0] == ['b.txt']  # also where all that there is lies behind a link
 
 
+def test_a_test_split_beside_the_one_to_train_on_is_named(tmp_path):
+    for name in ('test-0.jsonl', 'contest.jsonl', 'latest_val.txt'):
+        (tmp_path / name).write_text(json.dumps({'text': name}))
+    assert sources.find_source(str(tmp_path)).line is None
+    (tmp_path / 'train-0.jsonl').write_text(json.dumps({'text': 'one'}))
+    line = sources.find_source(str(tmp_path)).line
+    assert (
+        line.startswith('WARNING: 1 files with the names of a test or ') and f'{tmp_path}/test-0.jsonl; to hold' in line
+    )
+
+
 def test_a_table_without_a_text_in_any_row_and_one_with_a_column_twice_are_named(tmp_path):
     for name, text in (('a', pyarrow.array(['one', 'two'])), ('b', pyarrow.nulls(3))):
         pyarrow.parquet.write_table(pyarrow.table({'text': text}), tmp_path / f'{name}.parquet')

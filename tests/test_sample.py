@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from chats import LEARNED, encoder_of, make_tokenizer
 from launch import REPO, TINY_MODEL, TINY_RUN, command_of, environment, run_forked, run_script
 from precision import MARGIN, gap_of_text, likeliest
 from pretrained import CHATML, HYBRID, MODELS, MORE_MODELS, save_model
@@ -18,6 +19,7 @@ from evaluation import prompts, sampling
 from huggingface import convert, finetune
 from model import GPT, ModelConfig
 from runtime import checkpoint
+from text import chat_rows
 from text import tokenizer as tokenizers
 
 TRAIN = ['--arch=llama', '--dataset=tiny', '--max_iters=4', '--global_batch_size=4', '--dtype=float32']
@@ -331,6 +333,59 @@ def sentencepiece(tmp_path):
     return fast, {word: n for n, word in enumerate(words)}
 
 
+TOOLS = """\
+{%- if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}{% endif %}\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}\
+{%- if message.role == 'assistant' and enable_thinking is defined %}{{- '<think>off' }}{%- endif %}\
+{%- if message.content is none %}{{- 'null' }}{%- else %}{{- message.content }}{%- endif %}\
+{%- for call in message.tool_calls or [] %}{{- call.function.name + ARGUMENTS }}{%- endfor %}{{- '<|im_end|>\\n' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}\
+{%- if enable_thinking is defined %}{{- '<think>off' }}{%- endif %}{%- endif %}"""
+OBJECT, STRING = '(call.function.arguments | tojson)', 'call.function.arguments'  # the second as DeepSeek's
+SAYS_NULL = "{%- if message.content is none %}{{- 'null' }}{%- else %}{{- message.content }}{%- endif %}"
+CALL = {'type': 'function', 'function': {'name': 'weather', 'arguments': '{"city": "Paris"}'}}
+TOOL = {'type': 'function', 'function': {'name': 'weather', 'parameters': {'type': 'object', 'properties': {}}}}
+USED = [
+    {'role': 'developer', 'content': 'Use tools.'},
+    {'role': 'user', 'content': [{'type': 'text', 'text': 'Rain?'}]},
+    {'role': 'assistant', 'content': None, 'tool_calls': [CALL]},
+    {'role': 'tool', 'content': 'no'},
+]
+SHARE = [{'from': 'human', 'value': 'Rain?'}, {'from': 'function_call', 'value': '{"name": "weather"}'}]
+ASKING = {
+    'messages': {'messages': USED, 'tools': [TOOL], 'chat_template_kwargs': {'enable_thinking': False}},
+    'ShareGPT': {'conversations': [*SHARE, {'from': 'observation', 'value': 'no'}], 'tools': json.dumps([TOOL])},
+    'prompt': {'prompt': 'Rain?', 'system': 'Be brief.', 'functions': [TOOL['function']]},
+    'list': {'prompt': USED[1:2]},
+}
+
+
+@pytest.mark.parametrize('arguments', [OBJECT, STRING])
+@pytest.mark.parametrize('content', [SAYS_NULL, '{{- message.content }}'])
+def test_a_row_is_asked_as_prepare_data_learns_its_answer(tmp_path, arguments, content):
+    """The prompt is, token by token, what stands before the answer in the training example."""
+    template = TOOLS.replace('ARGUMENTS', arguments).replace(SAYS_NULL, content)
+    encoder, _ = encoder_of(make_tokenizer(tmp_path, template))
+    language = prompts.TransformersLanguage(tokenizers.load_transformers_tokenizer(str(tmp_path)), str(tmp_path))
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, ASKING.values())))
+    rows = prompts.read_rows(tmp_path / 'rows.jsonl')
+    assert rows == [*ASKING.values()]
+    for name, row in zip(ASKING, rows, strict=True):
+        asked = language.prompt_of_chat(prompts.conversation_to_answer(row, None, name)).ids
+        field = next(field for field in ('messages', 'conversations', 'prompt') if field in row)
+        if field == 'prompt':
+            learned = {**row, 'completion': 'None.'}
+        else:
+            answer = {'role': 'assistant', 'content': 'None.'}
+            learned = {**row, field: [*({**turn, 'weight': 0} for turn in row[field]), answer]}
+        (example,) = encoder.examples(chat_rows.conversation_of(learned))
+        ids, flags, _ = example
+        assert asked == ids[: list(flags & LEARNED).index(LEARNED)].tolist(), name
+    given = prompts.TransformersLanguage(language.tokenizer, str(tmp_path), None, {'enable_thinking': False})
+    asked = [one.prompt_of_chat({'messages': [{'role': 'user', 'content': 'x'}]}).ids for one in (language, given)]
+    assert language.decode(asked[1]) == language.decode(asked[0]) + '<think>off'
+
+
 def test_text_comes_in_whole_characters_and_with_its_spaces(tmp_path):
     fast, ids = sentencepiece(tmp_path)
     language = prompts.TransformersLanguage(fast, str(tmp_path))
@@ -365,7 +420,12 @@ def test_a_bytes_tokenizer_streams_what_it_says_at_once():
         (['--model=MODEL', '--prompts=SYSTEM'], '--chat makes a message of it$'),
         (['--model=MODEL', '--prompts=LONG'], 'prompt 2 has 64 tokens, the model 64 positions: shorten it$'),
         (['--model=MODEL', '--chat', '--prompts=BLANK'], 'prompt 1 is empty'),
-        (['--model=MODEL', '--prompts=ODD'], r'ODD, line 1: expected .*"messages"'),
+        (['--model=MODEL', '--prompts=ODD'], r'ODD, line 1: expected .*"messages".*end with an answer in place of'),
+        (['--model=MODEL', '--prompts=TOOLS'], 'a row with messages, a system message or tools: .* --chat makes'),
+        (
+            ['--model=MODEL', '--chat_template_kwargs={"a": false}'],
+            "chat_template_kwargs={'a': False}: .* --chat makes",
+        ),
         (['--model=MODEL', '--chat', '--num_samples=2'], 'in a conversation there is one answer'),
         (['--model=MODEL', '--batch_size=0'], 'batch_size=0: expected 1 or more$'),
     ],
@@ -384,6 +444,7 @@ def test_a_mistake_with_a_folder_gets_one_line_before_weights_are_read(
     (tmp_path / 'ADAPTER').mkdir()
     (tmp_path / 'ADAPTER' / 'adapter_config.json').write_text('{"base_model_name_or_path": "base"}')
     write_rows(tmp_path / 'SYSTEM', [{'prompt': 'a', 'system': 'b'}])
+    write_rows(tmp_path / 'TOOLS', [{'prompt': 'a', 'tools': [TOOL]}])
     write_rows(tmp_path / 'LONG', [{'prompt': 'a'}, {'prompt': 64 * 'a'}])
     write_rows(tmp_path / 'BLANK', [{'prompt': ' '}])
     write_rows(tmp_path / 'ODD', [{'messages': [{'role': 'assistant', 'content': 'x'}]}])

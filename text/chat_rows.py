@@ -3,6 +3,7 @@ Turns rows of instruction data into conversations, whatever their fields are cal
 
     conversation = conversation_of(row)                                # a row of any known shape, checked: JSON text
     conversation = conversation_of(row, ('problem', 'solution'))       # if the fields have other names
+    conversation = question_of(row)                                    # a row to be answered, for sample.py
     holds_conversation(row)                                            # would it be read as a conversation?
     reason_against_text(row)                                           # why it should not be learned as plain text
 
@@ -37,7 +38,8 @@ SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list: the system mes
 CHOICES = ('choices', 'options')  # beside a question that cannot be answered without them
 PREFERENCES = ('chosen', 'rejected')
 TREE = ('parent_id', 'role')  # in rows that are single messages (OpenAssistant)
-BESIDE = (*CONTEXTS, *SYSTEMS, *CHOICES, *PREFERENCES, 'history', 'label', 'tools', 'functions', 'chat_template_kwargs')
+BESIDE_MESSAGES = (*SYSTEMS, 'tools', 'functions', 'chat_template_kwargs')  # what the template gets with them
+BESIDE = (*CONTEXTS, *CHOICES, *PREFERENCES, 'history', 'label', *BESIDE_MESSAGES)
 CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that are read
 
 OTHER_FIELDS = '--chat_fields=QUESTION,ANSWER or --chat_fields=LIST_OF_MESSAGES'
@@ -87,8 +89,8 @@ def conversation_of(row, fields=()):
 
     Each message has 'role', one of ROLES' values; 'content', a text that only messages with tool calls may lack; and
     whatever else the row's message has, except nulls. 'weight' 0 marks an answer that is not learned: either the row's
-    message says so, as in OpenAI's format, or it is part of the prompt of a row with prompt and completion. A tool
-    call's arguments are an object.
+    message says so, as in OpenAI's format, or it is part of the prompt of a row with prompt and completion. 'weight' 1
+    marks any other message that is learned, too. A tool call's arguments are an object.
 
     fields: the fields to read instead of the known ones: either one with a list of messages, or the parts of the
     question, which are joined by an empty line, and as the last one the answer. Raises ValueError with the reason if
@@ -97,29 +99,59 @@ def conversation_of(row, fields=()):
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
     row = {name: value for name, value in row.items() if value is not None}
-    messages = _messages_of(row, fields)
-    roles = _known_roles(messages)
-    messages = [_message_of(message, number, roles) for number, message in enumerate(messages)]
-    system = next((row[name] for name in SYSTEMS if row.get(name)), None)
-    if isinstance(system, str) and messages and messages[0]['role'] not in INSTRUCTIONS:
-        messages = [{'role': 'system', 'content': system}, *messages]
+    conversation = _in_one_form(_messages_of(row, fields), row)
+    messages = conversation['messages']
     answers = [number for number, message in enumerate(messages) if number and message['role'] == 'assistant']
-    learned = [number for number in answers if messages[number].get('weight', 1)]
+    learned = [number for number, message in enumerate(messages) if is_learned(message, number)]
     if not learned:
         raise ValueError(
             'rows whose answers all have the weight 0' if answers else "rows without an assistant's answer"
         )
     if any(_says_nothing(messages[number]) for number in learned):  # would be learned as ending the turn at once
         raise ValueError('rows with an empty answer')
-    conversation = {'messages': messages[: learned[-1] + 1]}
-    if tools := _tools_of(row):
+    return json.dumps({**conversation, 'messages': messages[: learned[-1] + 1]}, ensure_ascii=False)
+
+
+def is_learned(message, number):
+    """Whether the message with this number in a conversation is learned: an answer, unless its weight is 0, or any
+    message whose weight is 1."""
+    return bool(message.get('weight', number and message['role'] == 'assistant'))
+
+
+def question_of(row):
+    """A row that asks for an answer, in the form of conversation_of() but not as JSON: its messages up to the one to
+    answer, which stand in one of LISTS or in `prompt`, perhaps with a system message, tools and chat_template_kwargs.
+    Raises ValueError with the reason if it is none."""
+    if not isinstance(row, dict):
+        raise ValueError('rows that are no JSON objects')
+    row = {name: value for name, value in row.items() if value is not None}
+    given = [name for name in (*LISTS, 'prompt') if name in row]
+    if len(given) != 1:
+        raise ValueError('rows with messages in two places' if given else 'rows without messages or a prompt')
+    is_text = given == ['prompt'] and isinstance(row['prompt'], str) and _as_messages(row['prompt']) is None
+    messages = [{'role': 'user', 'content': row['prompt']}] if is_text else _list_of(row[given[0]])
+    conversation = _in_one_form(messages, row)
+    if not messages or conversation['messages'][-1]['role'] == 'assistant':
+        raise ValueError('rows that end with an answer in place of a question')
+    return conversation
+
+
+def _in_one_form(messages, row):
+    """{'messages', 'tools', 'chat_template_kwargs'} of a row with these messages, as conversation_of() has them."""
+    roles = _known_roles(messages)
+    messages = [_message_of(message, number, roles) for number, message in enumerate(messages)]
+    system = next((row[name] for name in SYSTEMS if row.get(name)), None)
+    if isinstance(system, str) and messages and messages[0]['role'] not in INSTRUCTIONS:
+        messages = [{'role': 'system', 'content': system}, *messages]
+    conversation = {'messages': messages}
+    if tools := tools_of(row):
         conversation['tools'] = tools
     options = _parsed(row.get('chat_template_kwargs'))
     if options and not isinstance(options, dict):
         raise ValueError('rows whose chat_template_kwargs are no dict')
     if options:
         conversation['chat_template_kwargs'] = options
-    return json.dumps(conversation, ensure_ascii=False)
+    return conversation
 
 
 def row_of(value):
@@ -135,7 +167,7 @@ def _are_messages(value):
 
 def fields_read(names, fields=()):
     """The field names of a row that belong to a conversation and are read, in the row's order."""
-    wanted = {*fields, *SYSTEMS, 'tools', 'functions', 'chat_template_kwargs'} if fields else {*CHAT_FIELDS}
+    wanted = {*fields, *BESIDE_MESSAGES} if fields else {*CHAT_FIELDS}
     return [name for name in names if name in wanted]
 
 
@@ -372,7 +404,7 @@ def _call_of(call):
     return {'type': 'function', **others, 'function': {'name': function['name'], 'arguments': arguments}}
 
 
-def _tools_of(row):
+def tools_of(row):
     """The tools of a row in OpenAI's format."""
     tools = _parsed(row.get('tools', row.get('functions'))) or []
     if not isinstance(tools, list):

@@ -1,6 +1,7 @@
 """
 Conversations as training examples: written by the tokenizer's own chat template, with the assistant's tokens marked.
 
+    template = ChatTemplate(tokenizer)                  # writes them, for training and for whoever asks the model
     encoder = ChatEncoder('models/some_model', eot)     # a Hugging Face folder with a chat template
     for ids, flags, text in encoder.examples(conversation): ...       # from chat_rows.conversation_of(row)
     marked_text(ids, flags, decode, '[', ']')           # for people to read
@@ -30,7 +31,7 @@ import numpy as np
 from dataset.shards import FIRST, LEARNED
 from dataset.windows import read_meta
 from runtime.errors import one_line
-from text.chat_rows import INSTRUCTIONS, THINK_TAG, THOUGHTS
+from text.chat_rows import INSTRUCTIONS, THINK_TAG, THOUGHTS, is_learned
 
 # Put between the letters of a control token that a message spells, so that the tokenizer does not take it for one; the
 # tokenizer's normalizer removes it again. Unicode's noncharacters are meant for such uses: no text has them.
@@ -118,13 +119,67 @@ def templates_of_data(data_folders, model_folder):
     return None, [*lines, f'WARNING: {differs}, so it will be asked in another form than it learns: {anew}']
 
 
+class ChatTemplate:
+    """The chat template of a tokenizer of transformers, which writes conversations of chat_rows.conversation_of() and
+    question_of(): the same for training, for sample.py and for evaluate.py."""
+
+    def __init__(self, tokenizer):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # Not the method apply_chat_template() around this function, which drops the nulls that some templates ask for.
+        self.tokenizer, self.jinja = tokenizer, render_jinja_template
+        template = tokenizer.chat_template
+        template = template if isinstance(template, str) else json.dumps(template)  # several, with names
+        self.knows_developers = re.search(r"""['"]developer\\?['"]""", template) is not None
+        self.thoughts = [name for name in THOUGHTS if re.search(rf'\b{name}\b', template)]
+        # Some templates want null as the content of a message that is only a tool call. Others would write 'None'.
+        asks_for_null = re.search(r'\bcontent\W*(is|==|!=)\s+(not\s+)?none\b', template, re.IGNORECASE)
+        self.no_content = None if asks_for_null else ''
+        # DeepSeek's template joins the arguments to other text with +, so there they must be text.
+        self.arguments_as_text = not self._writes_a_call({}) and self._writes_a_call('{}')
+
+    def form_of(self, message):
+        """A message with the role, keys and form of tool calls that the template knows."""
+        message = {key: value for key, value in message.items() if key != 'weight'}
+        if message['role'] == 'developer' and not self.knows_developers:
+            message['role'] = 'system'
+        message.setdefault('content', self.no_content)
+        for name in THOUGHTS:
+            if name in message and self.thoughts and name not in self.thoughts:
+                message[self.thoughts[0]] = message.pop(name)
+        if 'tool_calls' in message and self.arguments_as_text:
+            message['tool_calls'] = [
+                {**call, 'function': {**call['function'], 'arguments': _as_json(call['function']['arguments'])}}
+                for call in message['tool_calls']
+            ]
+        return message
+
+    def write(self, messages, options, add_generation_prompt=False):
+        """The text of messages in the form of form_of(). options: the variables of the template, and `tools`. A
+        template may raise any error."""
+        options = {'date_string': DATE, **options, 'add_generation_prompt': add_generation_prompt}
+        template = self.tokenizer.get_chat_template(None, options.get('tools'))
+        options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
+        return self.jinja([messages], **{**self.tokenizer.special_tokens_map, **options})[0][0]
+
+    def _writes_a_call(self, arguments):
+        """Whether the template accepts a tool call with these arguments."""
+        call = {'id': 'call_0001', 'type': 'function', 'function': {'name': 'f', 'arguments': arguments}}
+        turns = [{'role': 'user', 'content': 'x'}]
+        turns.append({'role': 'assistant', 'content': self.no_content, 'tool_calls': [call]})
+        try:
+            self.write(turns, {})
+        except Exception:
+            return False
+        return True
+
+
 class ChatEncoder:
     """The chat template and the tokenizer of a Hugging Face folder. eot: the id of its end-of-text token."""
 
     def __init__(self, folder, eot):
         import transformers
         from tokenizers import Tokenizer, normalizers, processors
-        from transformers.utils.chat_template_utils import render_jinja_template
 
         self.tokenizer = Tokenizer.from_file(str(Path(folder) / 'tokenizer.json'))
         self.tokenizer.no_truncation()
@@ -142,25 +197,16 @@ class ChatEncoder:
         controls = [token for token in self.special_tokens if not THINK_TAG.fullmatch(token)]
         self.spelled = re.compile('|'.join(map(re.escape, controls)) or '(?!)')
         self.eot = eot
-        # Not AutoTokenizer, which imports torch: 190 MB per worker. The template is rendered by the same function, but
-        # without the method around it, apply_chat_template(), which drops the nulls that some templates ask for.
-        self.render = render_jinja_template
         transformers.logging.set_verbosity_error()  # else it warns that the folder names another class
         try:
-            self.renderer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            self.render([[{'role': 'user', 'content': 'x'}]], chat_template=self.renderer.get_chat_template())
+            # Not AutoTokenizer, which imports torch: 190 MB per worker.
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            self.template = ChatTemplate(tokenizer)
+            self.template.write([{'role': 'user', 'content': 'x'}], {})
         except Exception as error:  # a template that refuses this message may take others
             is_broken = isinstance(error, ImportError) or type(error).__name__ == 'TemplateSyntaxError'  # no jinja2
-            if is_broken or not hasattr(self, 'renderer'):
+            if is_broken or not hasattr(self, 'template'):
                 raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
-        template = template_of(folder) or ''
-        self.knows_developers = re.search(r"""['"]developer\\?['"]""", template) is not None
-        self.thoughts = [name for name in THOUGHTS if re.search(rf'\b{name}\b', template)]
-        # Some templates want null as the content of a message that is only a tool call. Others would write 'None'.
-        asks_for_null = re.search(r'\bcontent\W*(is|==|!=)\s+(not\s+)?none\b', template, re.IGNORECASE)
-        self.no_content = None if asks_for_null else ''
-        # DeepSeek's template joins the arguments to other text with +, so there they must be text.
-        self.arguments_as_text = not self._writes_a_call({}) and self._writes_a_call('{}')
 
     def examples(self, conversation, fold_system=False):
         """Yield the training examples, (ids, flags, text), of a conversation that conversation_of() returned.
@@ -180,13 +226,14 @@ class ChatEncoder:
         messages, tools = conversation['messages'], conversation.get('tools')
         if fold_system:
             messages = fold_system_messages(messages)
-        weights = [message.get('weight', 1) for message in messages]
-        messages = [self._as_the_template_has_it(message) for message in messages]
+        learned = [number for number, message in enumerate(messages) if is_learned(message, number)]
+        messages = [self.template.form_of(message) for message in messages]
         options = {**conversation.get('chat_template_kwargs', {}), 'tools': tools}
         answers = {
-            number: self._answer(messages[: number + 1], options)
-            for number, message in enumerate(messages)
-            if number and message['role'] == 'assistant' and weights[number]
+            number: (self._answer if number and messages[number]['role'] == 'assistant' else self._words)(
+                messages[: number + 1], options
+            )
+            for number in learned
         }
         whole = list(answers.values())[-1][0]
         if all(ends and whole.startswith(text) for text, _, ends in answers.values()):
@@ -198,33 +245,6 @@ class ChatEncoder:
                 span = (start, len(text))
                 _check_written(text, {number: span}, messages[: number + 1], tools)
                 yield self._encode(text, [span], not ends)
-
-    def _as_the_template_has_it(self, message):
-        """The message with the role, keys and form of tool calls that the template knows."""
-        message = {key: value for key, value in message.items() if key != 'weight'}
-        if message['role'] == 'developer' and not self.knows_developers:
-            message['role'] = 'system'
-        message.setdefault('content', self.no_content)
-        for name in THOUGHTS:
-            if name in message and self.thoughts and name not in self.thoughts:
-                message[self.thoughts[0]] = message.pop(name)
-        if 'tool_calls' in message and self.arguments_as_text:
-            message['tool_calls'] = [
-                {**call, 'function': {**call['function'], 'arguments': _as_json(call['function']['arguments'])}}
-                for call in message['tool_calls']
-            ]
-        return message
-
-    def _writes_a_call(self, arguments):
-        """Whether the template accepts a tool call with these arguments."""
-        call = {'id': 'call_0001', 'type': 'function', 'function': {'name': 'f', 'arguments': arguments}}
-        turns = [{'role': 'user', 'content': 'x'}]
-        turns.append({'role': 'assistant', 'content': self.no_content, 'tool_calls': [call]})
-        try:
-            self._render(turns, {})
-        except ValueError:
-            return False
-        return True
 
     def _with_marks(self, value):
         """The value with MARK between the letters of each special token that its texts spell."""
@@ -256,13 +276,22 @@ class ChatEncoder:
         text = prompt + shown[len(prompt) :].rstrip()
         return text, len(prompt), text.endswith(self.special_tokens) and len(text) > len(prompt)
 
+    def _words(self, messages, options):
+        """The same, where the last message is learned although the template has no prompt for it, such as a user's:
+        from its words on, which have to stand at the end."""
+        text = self._render(messages, options).rstrip()
+        end = next((token for token in self.special_tokens if text.endswith(token)), '')
+        before_end, words = text.removesuffix(end).rstrip(), (messages[-1]['content'] or '').strip()
+        if not words or not before_end.endswith(words):
+            raise ValueError(
+                f"rows whose {messages[-1]['role']}'s message has the weight 1, and the template ends otherwise"
+            )
+        return text, len(before_end) - len(words), bool(end)
+
     def _render(self, messages, options, add_generation_prompt=False):
         """The text that the template writes for these messages."""
-        options = {'date_string': DATE, **options, 'add_generation_prompt': add_generation_prompt}
         try:
-            template = self.renderer.get_chat_template(None, options.get('tools'))
-            options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
-            return self.render([messages], **{**self.renderer.special_tokens_map, **options})[0][0]
+            return self.template.write(messages, options, add_generation_prompt)
         except Exception as error:  # a template may raise any error
             has_system = any(message['role'] in INSTRUCTIONS for message in messages)
             mend = '; --fold_system gives system messages to the user' if has_system else ''

@@ -310,8 +310,23 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
         kept = {part.path for part in parts}
         files = [(part, rows) for part, _, rows in found if part.path in kept and part.kind in ROW_KINDS]
         warning = _mixed_files([(part, rows) for part, rows in files if len(rows) >= are_rows.get(part.kind, 1)])
-    source.line = '\n'.join(filter(None, [line, warning])) or None
+    source.line = '\n'.join(filter(None, [line, warning, _held_out(parts)])) or None
     return source
+
+
+def _held_out(parts):
+    """A warning, where files of rows are called test or validation beside others that are called train; else None."""
+
+    def called(words):
+        pattern = re.compile(rf'(?<![a-z])({words})(?![a-z])')
+        return [part.path for part in parts if part.kind in ROW_KINDS and pattern.search(Path(part.path).stem.lower())]
+
+    held_out = called('test|validation|valid|val|dev')
+    if not held_out or not called('train'):
+        return None
+    names = one_line(', '.join(held_out[:3])) + (', ...' if len(held_out) > 3 else '')
+    given = f'WARNING: {len(held_out):,} files with the names of a test or validation split are learned, too: {names}'
+    return f'{given}; to hold them out, give a folder without them'
 
 
 def _mixed_files(files):

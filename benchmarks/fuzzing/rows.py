@@ -155,7 +155,7 @@ def spelled_message(draw, message):
             message['content'] = [{**part, 'image_url': None} for part in message['content']]
     if some(draw, 0.2):
         message = {'tool_calls': None, 'name': None, **message}
-    if some(draw, 0.1):
+    if some(draw, 0.1) and message['role'] == 'assistant':  # any other message would be learned, too
         message['weight'] = 1
     if some(draw, 0.1):
         message = dict(sorted(message.items()))

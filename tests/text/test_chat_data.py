@@ -171,6 +171,36 @@ def test_tools_and_options_of_a_row_reach_the_template(tmp_path):
     assert text.startswith(json.dumps(tools) + 'terse<|im_start|>user')
 
 
+@pytest.mark.parametrize(
+    'template, end',
+    [(CHATML, ' <|im_end|>'), (MISTRAL, ' [/INST]'), (CHATML.replace("'<|im_end|>' + ", ''), '<|im_end|>')],
+)
+def test_a_users_message_of_weight_1_is_learned_with_the_end_of_its_turn(tmp_path, template, end):
+    """The last template writes no such end, so end-of-text stands there, and each part is an example of its own."""
+    encoder, files = encoder_of(make_tokenizer(tmp_path, template))
+
+    def learned(messages):
+        parts = []
+        for ids, flags, _ in encoder.examples(chat_rows.conversation_of({'messages': messages})):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
+            parts += [files.decode(ids[a:b]).strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        return parts
+
+    messages = messages_of([('user', 'answer'), ('assistant', 'the user'), ('user', ' user '), ('assistant', 'end')])
+    first, last = learned(messages)
+    messages[2]['weight'] = 1
+    assert ' '.join(learned(messages)) == f'{first} user{end} {last}'  # the last two may adjoin
+    for number, weight in enumerate((1, 0, 0, 0)):
+        messages[number]['weight'] = weight
+    assert learned(messages) == [f'answer{end.strip()}']
+    if template == CHATML:
+        encoder.template.tokenizer.chat_template = CHATML.replace('message.content', "(message.content + 'z')")
+        with pytest.raises(
+            ValueError, match="rows whose user's message has the weight 1, and the template ends otherwise"
+        ):
+            learned(messages)
+
+
 def test_prompt_and_completion_become_a_question_and_an_answer():
     expected = chat_rows.conversation_of({'messages': messages_of([('user', 'q'), ('assistant', 'a')])})
     assert chat_rows.conversation_of({'prompt': 'q', 'completion': 'a', 'id': 1, 'messages': None}) == expected
