@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from configurator import VERSION
 from runtime.console import lost as console_lost
+from runtime.errors import one_line
 from runtime.files import ROOT, code_version, write_file
 from runtime.meter import device_name
 
@@ -132,10 +133,17 @@ class Log:
         self._write(self._rows, json.dumps(valid))
         drawn = {key: value for key, value in values.items() if not isinstance(value, list)}
         if self._wandb:
-            self._wandb.log({'step': step, **drawn})
+            self._beside('wandb', lambda: self._wandb.log({'step': step, **drawn}))
         if self._tensorboard:
-            for key, value in drawn.items():
-                self._tensorboard.add_scalar(key, value, step)
+            self._beside('tensorboard', lambda: [self._tensorboard.add_scalar(*item, step) for item in drawn.items()])
+
+    def _beside(self, name, action):
+        """What wandb or tensorboard cannot take, because the disk is full or a service has died, ends no run either."""
+        try:
+            action()
+        except Exception as error:  # of classes of their own
+            setattr(self, f'_{name}', None)
+            self.say(f'WARNING: {name} gets nothing from here on, metrics.jsonl has all rows: {one_line(error)}')
 
     def _write(self, file, line):
         """A full disk ends no run here: whether it goes on is for its checkpoints to decide."""
@@ -153,10 +161,11 @@ class Log:
         if self._wandb:
             import wandb
 
-            self._wandb.finish()
-            wandb.teardown()  # finish() may return before wandb's service has written the last rows: this ends it
+            self._beside('wandb', self._wandb.finish)
+            # finish() may return before wandb's service has written the last rows: this ends it.
+            self._beside('wandb', wandb.teardown)
         if self._tensorboard:
-            self._tensorboard.close()
+            self._beside('tensorboard', self._tensorboard.close)
         for file in (self._rows, self._text):
             with contextlib.suppress(OSError, AttributeError):  # what a full disk has left unwritten; no rows yet
                 file.close()

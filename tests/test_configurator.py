@@ -443,6 +443,9 @@ def test_a_script_may_be_called_through_a_link_and_without_docstrings(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert result.returncode == 1 and result.stderr.startswith('[0] error: no tasks: '), result.stderr
     assert result.stderr.count('\n') == 1, result.stderr
+    (tmp_path / 'train.py').symlink_to(REPO / 'train_ddp.py')  # whose keys are in keys.py, beside the script itself
+    command = [sys.executable, '-OO', tmp_path / 'train.py', '--help']
+    assert '--n_layer=' in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
 
 # --- keys for other scripts -------------------------------------------------------------------------------------------

@@ -813,6 +813,15 @@ def hold(out_dir, claimed):
     signal.pause()
 
 
+def test_members_of_a_group_may_take_over_an_out_dir_where_the_umask_lets_them(tmp_path):
+    before = os.umask(0o002)
+    try:
+        checkpoint.claim(str(tmp_path))
+    finally:
+        os.umask(before)
+    assert (tmp_path / '.lock').stat().st_mode & 0o777 == 0o664
+
+
 def test_a_second_job_is_told_who_holds_the_directory_until_that_one_dies(tmp_path):
     claimed = CONTEXT.Event()
     process = fork(hold, str(tmp_path), claimed)

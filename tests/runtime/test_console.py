@@ -116,13 +116,13 @@ def test_when_its_terminal_goes_away_a_run_saves_and_ends_unless_it_is_to_ignore
                 seen.append(os.read(terminal, 1 << 16))  # a terminal that nobody reads would stop the run
             except BlockingIOError:
                 pass
-            return last_step(out_dir) >= 5
+            return last_step(out_dir) >= 5 or process.poll() is not None
 
         wait_until(has_trained, 600, lambda: b''.join(seen).decode(errors='replace'))
         os.close(terminal)  # Linux sends SIGHUP; what the run prints from here on is an error
         if ignores:
             there = last_step(out_dir)
-            wait_until(lambda: last_step(out_dir) > there + 5, 600)
+            wait_until(lambda: last_step(out_dir) > there + 5 or process.poll() is not None, 600)
             Path(out_dir, 'STOP').touch()
         assert process.wait(600) == (0 if ignores else 128 + signal.SIGHUP)
     finally:

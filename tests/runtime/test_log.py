@@ -160,6 +160,41 @@ def test_tensorboard_has_the_same_names(tmp_path):
     assert [event.step for event in events.Scalars('loss')] == [1, 2]
 
 
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')  # of tensorboard's thread
+def test_a_full_disk_under_tensorboard_ends_no_run(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    log, step = Log(tmp_path, 0, 0, 100, CONFIG, set()), 0
+    log._tensorboard = SummaryWriter(tmp_path / 'tensorboard', flush_secs=0)  # by itself it writes every 2 minutes
+    (events,) = (tmp_path / 'tensorboard').iterdir()
+    log._tensorboard.flush()
+    events.unlink()
+    events.symlink_to('/dev/full')
+    while log._tensorboard:  # until its thread has met the error
+        step += 1
+        log.row(step, {'loss': 1.0})
+    log.row(step + 1, {'loss': 1.0})
+    log.close()
+    assert [row['step'] for row in metrics(tmp_path)] == [*range(1, step + 2)]
+    said = (tmp_path / 'train.log').read_text()
+    assert said.count('WARNING: tensorboard gets nothing from here on, metrics.jsonl has all rows: [Errno 28]') == 1
+
+
+def test_a_dead_service_of_wandb_ends_no_run(tmp_path, capsys):
+    class Dead:
+        def log(self, row):
+            raise ConnectionResetError('service is gone')
+
+    log = Log(tmp_path, 0, 0, 100, CONFIG, set())
+    log._wandb = Dead()
+    for step in (1, 2):
+        log.row(step, {'loss': 1.0})
+    log.close()
+    said = capsys.readouterr().out
+    assert said.count('WARNING: wandb gets nothing from here on, metrics.jsonl has all rows: service is gone') == 1
+    assert [row['step'] for row in metrics(tmp_path)] == [1, 2]
+
+
 def test_wandb_offline_continues_its_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip('wandb')
     monkeypatch.setenv('WANDB_MODE', 'offline')

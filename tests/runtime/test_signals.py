@@ -170,8 +170,16 @@ def test_a_signal_to_all_ranks_at_once_is_one_request(tmp_path):
     check_stopped(job, tmp_path / 'run', r'rank \d got SIGUSR1')
 
 
+def job_with(left, folder):
+    """The variables of a job whose squeue says that so much time is left."""
+    (folder / 'squeue').write_text(f'#!/bin/sh\necho {left}\n')
+    (folder / 'squeue').chmod(0o755)
+    path = f'{folder}:{os.environ["PATH"]}'
+    return {'SLURM_JOB_ID': stopping.job_of_process() or '7', 'SLURM_JOB_END_TIME': '', 'PATH': path}
+
+
 def test_a_run_whose_slurm_job_is_nearly_over_saves_and_ends(tmp_path):
-    job = start('ddp', tmp_path / 'run', '--stop_before_end_s=50', SLURM_JOB_END_TIME=str(time.time() + 1))
+    job = start('ddp', tmp_path / 'run', '--stop_before_end_s=50', **job_with('0:02', tmp_path))
     check_stopped(job, tmp_path / 'run', "the job's time is nearly over")
 
 
@@ -182,6 +190,7 @@ def clock(monkeypatch):
     clock.time = clock.monotonic = lambda: clock.now
     monkeypatch.setattr(stopping, 'time', clock)
     monkeypatch.setattr(stopping, 'catch_signals', lambda more: None)
+    monkeypatch.setattr(stopping, 'job_of_process', lambda: None)
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     yield clock
     dist.destroy_process_group()
@@ -218,14 +227,12 @@ def test_replicas_leave_where_their_last_round_ends_that_fits_into_the_slurm_job
     ],
 )
 def test_an_older_slurm_is_asked_how_much_time_is_left(tmp_path, monkeypatch, left, seconds):
-    (tmp_path / 'squeue').write_text(f'#!/bin/sh\necho {left}\n')
-    (tmp_path / 'squeue').chmod(0o755)
-    monkeypatch.setenv('PATH', str(tmp_path))
-    monkeypatch.setenv('SLURM_JOB_ID', '7')
-    monkeypatch.delenv('SLURM_JOB_END_TIME', raising=False)
+    for name, value in job_with(left, tmp_path).items():
+        monkeypatch.setenv(name, value)
     before = time.time()
     assert before + seconds <= stopping.end_of_slurm_job() <= time.time() + seconds
     monkeypatch.delenv('SLURM_JOB_ID')
+    monkeypatch.setattr(stopping, 'job_of_process', lambda: None)
     assert stopping.end_of_slurm_job() == math.inf
 
 
@@ -268,7 +275,7 @@ def test_the_control_group_of_a_process_names_its_job(tmp_path, text, job):
 
 
 def test_stop_before_end_s_0_does_not_look_at_the_time(tmp_path):
-    job = start('ddp', tmp_path / 'run', '--stop_before_end_s=0', max_iters=5, SLURM_JOB_END_TIME=str(time.time() - 9))
+    job = start('ddp', tmp_path / 'run', '--stop_before_end_s=0', max_iters=5, **job_with('0:00', tmp_path))
     assert job.wait() == [0, 0] and (tmp_path / 'run' / 'DONE').exists()
 
 
