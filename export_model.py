@@ -28,7 +28,7 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir = 'out/quickstart'  # the run whose model is exported [path]
-    step: int | str | None = None  # the checkpoint of this step, or the 'best' one (keep_best); None = the newest
+    step: int | str | None = None  # the checkpoint of this step, or 'best' (of keep_best); None = the newest [>= 0]
     to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32, or bfloat16 if little is lost
     adapter = False  # write only the trained LoRA, in peft's format; False = the whole model with LoRA merged into it

@@ -28,7 +28,7 @@ from runtime.files import ROOT, code_version
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir: str | None = None  # a run's folder; None = only what concerns the machine [path]
-    lines = 40  # of the end of its train.log
+    lines = 40  # of the end of its train.log [>= 0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -140,11 +140,6 @@ class Pretrained:
             advice = f'use --block_size={positions} or less'
             advice += f', or --yarn={math.ceil(block_size / positions)}' if rotation.of(text) else ''
             raise ValueError(f'block_size={block_size}: {folder} ({self.arch}) has {positions} positions: {advice}')
-        if self.lora_rank < 0 or (self.lora_rank and self.lora_alpha <= 0):
-            given = f'lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}'
-            raise ValueError(f'{given}: expected 0 (off) or more, and above 0')
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f'lora_dropout={self.lora_dropout}: expected 0 (off) to below 1')
         for key in ('lora_dropout', 'lora_rslora', 'modules_to_save'):
             if getattr(self, key) and not self.lora_rank:
                 raise ValueError(f'{key}={getattr(self, key)} without LoRA: give a --lora_rank, as 16, or leave it out')

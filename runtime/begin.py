@@ -282,7 +282,7 @@ def fill_axes(run):
     config = run.config
     if run.strategy == 'pipeline':
         if config.pipeline_stages is None:
-            config.pipeline_stages = max(1, run.ranks // max(1, config.tensor_parallel))
+            config.pipeline_stages = max(1, run.ranks // config.tensor_parallel)
         meshes.ranks_of_stage(vars(config), run.ranks)
     elif run.strategy == 'diloco':
         nodes = processes.local_world_size()

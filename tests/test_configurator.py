@@ -10,10 +10,11 @@ import sys
 import pytest
 from launch import REPO
 
-from configurator import checked, parse, read_knobs
+from configurator import Mistake, checked, parse, read_knobs
 from keys import OTHER_TRAINERS
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
+SCRIPTS = sorted(path.name for path in REPO.glob('*.py') if read_knobs(path))
 
 SCRIPT = """
 '''What the script does.'''
@@ -38,12 +39,15 @@ class Config:
     betas = (0.9, 0.95)  # decay of the moments
     layers = [1, 2]
     use_bias = True  # biases
+    share: float | None = None  # of all [result, > 0, < 1]
+    step: int | str = 'best'  # or a number [>= 0]
+    sizes = [1]  # of each [>= 1]
 
 outside = 1  # not a key
 config, explicit = configure(Config)
 """
 KEYS = ['batch_size', 'block_size', 'name', 'learning_rate', 'mode', 'precision', 'rule', 'betas', 'layers']
-KEYS += ['use_bias']
+KEYS += ['use_bias', 'share', 'step', 'sizes']
 
 
 @pytest.fixture
@@ -258,7 +262,7 @@ def test_a_flag_of_another_trainer_is_answered_with_our_key(error):
     ('argument', 'key', 'value'),
     [
         ('--learning_rate=1', 'learning_rate', 1.0),
-        ('--learning_rate=inf', 'learning_rate', math.inf),
+        ('--learning_rate=1e3', 'learning_rate', 1000.0),
         ('--batch_size=1e3', 'batch_size', 1000),
         ('--batch_size=-2', 'batch_size', -2),
         ('--block_size=64', 'block_size', 64),
@@ -284,6 +288,11 @@ def test_a_flag_of_another_trainer_is_answered_with_our_key(error):
         ('--precision=None', 'precision', None),
         ('--precision=fp16', 'precision', 'fp16'),
         ('--rule=512', 'rule', 512),
+        ('--share=.5', 'share', 0.5),
+        ('--share=None', 'share', None),
+        ('--step=0', 'step', 0),
+        ('--step=best', 'step', 'best'),
+        ('--sizes=2,1', 'sizes', [2, 1]),
     ],
 )
 def test_a_value_on_the_command_line_takes_the_type_of_its_key(run, argument, key, value):
@@ -318,6 +327,11 @@ def test_a_list_takes_the_words_after_its_bare_flag(run, error):
         ('--mode=faster', ['--mode', "expects 'slow' or 'fast' or 'very fast'", "'faster'"]),
         ('--precision=fp8', ['--precision', "expects 'bf16' or 'fp16' or None", "'fp8'"]),
         ('--rule=64', ['--rule', 'expects 32 or 512', "'64'"]),
+        ('--share=1', ['--share expects float > 0 and < 1 or None, given 1']),
+        ('--share=nan', ['--share expects float > 0 and < 1 or None, given nan']),
+        ('--step=-1', ['--step expects int >= 0 or str, given -1']),
+        ('--sizes=2,0', ['--sizes expects list of numbers >= 1, given (2, 0)']),
+        ('--learning_rate=inf', ['--learning_rate expects float, given inf']),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_given_and_expected(error, argument, said):
@@ -341,6 +355,49 @@ def test_a_stray_word_is_refused_with_what_was_meant(error):
     assert 'did you mean --use_bias=False ?' in error('--use_bias', 'False')
     assert 'did you mean --batch_size=4 ?' in error('batch_size=4')
     assert re.search("'what' .*config file", error('what'))
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+FORMS = {'list': lambda number: [number], 'tuple': lambda number: ((number, 'a'),)}
+
+
+def holds_numbers(knob):
+    default = knob.default if isinstance(knob.default, (list, tuple)) else ()
+    is_number = {'int', 'float'} & set(knob.types) and not knob.choices
+    return bool(is_number or knob.bounds or any(type(element) in (int, float) for element in default))
+
+
+def is_refused(read, given, knob):
+    with pytest.raises(Mistake, match=r'^key expects .*, given [^\n]*$') as refused:
+        read(given, knob, 'key')
+    assert ' and '.join(knob.bounds) in str(refused.value)
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_each_number_of_a_script_has_a_range_and_what_is_outside_is_refused_in_one_line(script):
+    outside = {}
+    for key, knob in read_knobs(REPO / script).items():
+        if not holds_numbers(knob):
+            continue
+        assert knob.bounds, f'{key} of {script} has no range: [> 0], [>= 0, < 1], ... at the end of its comment'
+        as_given = next((form for kind, form in FORMS.items() if kind in knob.types), lambda number: number)
+        step = 1e-3 if 'float' in knob.types else 1
+        for sign, bound in map(str.split, knob.bounds):
+            bound = float(bound) if 'float' in knob.types else int(bound)
+            inwards = step if sign[0] == '>' else -step
+            checked(as_given(bound if '=' in sign else bound + inwards), knob, key)
+            outside.setdefault(key, []).append(bound - inwards if '=' in sign else bound)
+        for number in (*outside[key], math.nan, math.inf, -math.inf):
+            given = as_given(number)
+            is_refused(checked, given, knob)
+            if math.isfinite(number) or 'str' not in knob.types:  # nan may be a word
+                is_refused(parse, str(given), knob)
+    for key, numbers in list(outside.items())[:1]:  # and by the script itself
+        command = [sys.executable, REPO / script, f'--{key}={numbers[0]}']
+        said = subprocess.run(command, capture_output=True, text=True)
+        assert (said.returncode, said.stderr.count('\n')) == (2, 1) and f'--{key} expects' in said.stderr, said.stderr
 
 
 # --- config files -----------------------------------------------------------------------------------------------------

@@ -233,7 +233,6 @@ def test_the_best_of_another_validation_text_does_not_count(data_dir, tmp_path):
 @pytest.mark.parametrize(
     ('keys', 'problem'),
     [
-        (['--patience=-1'], 'patience=-1: expected 1 evaluation or more'),
         (['--patience=2', '--eval_iters=0'], 'patience=2 with eval_iters=0: there is no val_loss to go by'),
         (['--patience=2', '--eval_interval=0'], 'patience=2 with eval_interval=0'),
         (['--keep_best', '--keep_checkpoints=0'], 'keep_best=True with keep_checkpoints=0'),
