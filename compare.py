@@ -20,7 +20,7 @@ that are finished.
 
 import sys
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -499,4 +499,5 @@ if __name__ == '__main__':
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: end the run under way, and say how to continue
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
+    say_without_effect('compare.py', config, explicit)
     sys.exit(main(config, _train_keys, explicit))

@@ -39,7 +39,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from keys import OTHER_TRAINERS
+from keys import OTHER_TRAINERS, READ_IF, REFUSED
 
 VERSION = '0.9.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
@@ -250,14 +250,30 @@ def find(key, knobs, script, given, advice=''):
         return knobs[key]
     key = key.replace('-', '_')
     owner = None if key in knobs else owner_of(key, script)  # in knobs except for a hyphen: then it is the closest name
-    close = difflib.get_close_matches(key, knobs, n=1)
     if owner:
         hint = f'{owner} has it'
     elif theirs := [names for names in OTHER_TRAINERS if key in names.split()]:
         hint = f'here it is {OTHER_TRAINERS[theirs[0]]}'
     else:
-        hint = f'did you mean {close[0]}?' if close else '--help lists them'
+        meant = closest(key, knobs)
+        hint = f'did you mean {meant}?' if meant else '--help lists them'
     raise Mistake(f'{given} is not a key of {script.name}: {hint}{advice}')
+
+
+def closest(key, knobs):
+    """The key that somebody mistyped; None if it may be a word for something else, such as `loss`, which is not z_loss,
+    or eval_batch_size. What was meant has words like these, or differs in little but underscores."""
+
+    def likeness(one, other):
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    for found in difflib.get_close_matches(key, knobs, n=1, cutoff=0.8):
+        words, theirs = key.split('_'), found.split('_')
+        if len(words) == len(theirs) and min(map(likeness, words, theirs)) >= 0.5:
+            return found
+        if likeness(''.join(words), ''.join(theirs)) > 0.9:
+            return found
+    return None
 
 
 def help_text(knobs, values, docstring):
@@ -343,6 +359,55 @@ def run_config_file(path, values):
     return {name: namespace[name] for name in namespace.assigned if name[0] != '_' and name in namespace}
 
 
+# --- KEYS WITHOUT EFFECT ----------------------------------------------------------------------------------------------
+
+
+class Facts:
+    """Values by their names, as attributes; None for a name that is not there."""
+
+    def __init__(self, values):
+        vars(self).update(values)
+
+    def __getattr__(self, name):
+        return None
+
+
+def without_effect(script, config, explicit, **facts):
+    """
+    Lines for the keys that were set and that this run does not read, by READ_IF of keys.py. [] is as it should be.
+
+    script: the name of the file that runs. config, explicit: from configure(), filled in. facts: as READ_IF has them.
+    A key of a config file counts if the file names the script, as in a command in its comments; the file may have been
+    written for another one. A value that is off, and is so by default, asks for nothing.
+    Raises ValueError for a key of REFUSED.
+    """
+    run, lines = Facts({**vars(config), **facts, 'explicit': explicit}), []
+    for keys, (needs, is_read) in READ_IF.get(script, READ_IF['train']).items():
+        for key in keys.split():
+            value = getattr(config, key, None)
+            asks = key in explicit and (value or value != getattr(type(config), key, None))
+            if not asks or is_read(run):
+                continue
+            line = f'{key}={shown(value)} has no effect here, only {needs}'
+            if key in REFUSED:
+                raise ValueError(f'{line}; or leave it out')
+            if explicit[key] == 'command line' or script in Path(explicit[key]).read_text(encoding='utf-8'):
+                lines.append(f'WARNING: {line}')
+    return lines
+
+
+def say_without_effect(script, config, explicit, **facts):
+    """Print the lines of without_effect() on stderr, on rank 0."""
+    for line in without_effect(script, config, explicit, **facts):
+        if os.environ.get('RANK', '0') == '0':
+            print(line, file=sys.stderr, flush=True)
+
+
+def shown(value):
+    """A value as on the command line."""
+    return ','.join(map(str, value)) if isinstance(value, list) else value
+
+
 # --- VALUES -----------------------------------------------------------------------------------------------------------
 
 
@@ -364,8 +429,9 @@ def parse(text, knob, given):
                 pass
     if text != 'None':  # where None is not allowed, it is a mistake rather than a word
         readings.append(text)
-    # The first reading that has one of the key's types; a number out of range is no reason to read it as a word.
-    return checked(next((reading for reading in readings if fitting(reading, knob)), readings[-1]), knob, given)
+    # The first reading that has one of the key's types. What is a number, where numbers have a range, is not a word.
+    fits = (reading for reading in readings if fitting(reading, knob) or (knob.bounds and numbers_in(reading)))
+    return checked(next(fits, readings[-1]), knob, given)
 
 
 def checked(value, knob, given):

@@ -23,7 +23,7 @@ import os
 from dataclasses import replace
 from typing import Literal
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(Config)  # before `import torch`, so --help is quick
+config, explicit = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -118,6 +118,7 @@ else:
 is_tuned = bool(path and pretrained and not pretrained.lora_rank)  # LoRA's weights are apart from the base's
 if pretrained:
     compute_dtype = rounding.dtype_to_compute(config.dtype, device, pretrained, is_tuned)
+say_without_effect('evaluate.py', config, explicit, is_run=path is not None, transformers=pretrained is not None)
 window = config.block_size or positions
 if window > positions:
     raise ValueError(f'block_size={window}: the model has {positions} positions: use --block_size={positions} or less')

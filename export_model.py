@@ -22,7 +22,7 @@ import shutil
 import warnings
 from typing import Literal
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(Config)  # before `import torch`, so --help is quick
+config, explicit = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
 from safetensors import SafetensorError
@@ -79,6 +79,7 @@ path = checkpoint.choose_to_read(config.out_dir, config.step)
 weights, state = checkpoint.load_weights(path)
 model_facts = state['identity']['model']
 is_fine_tuned = finetune.is_fine_tuned(state)
+say_without_effect('export_model.py', config, explicit, transformers=is_fine_tuned)
 if state['config'].get('native'):
     weights = native.weights_for_transformers(weights, state)
 if config.adapter and not model_facts.get('lora_rank'):

@@ -189,16 +189,16 @@ OTHER_TRAINERS = {
     'micro_batch_size per_device_train_batch_size': 'batch_size (sequences per rank and micro-step)',
     'effective_batch_size': 'global_batch_size',
     'grad_accum acc_steps gradient_accumulation_steps': 'none: follows from batch_size and global_batch_size',
-    'seq_len context_length max_seq_length max_length': 'block_size',
+    'seq_len context_length max_seq_length max_length max_seq_len': 'block_size',
     'steps max_steps num_iterations': 'max_iters',
-    'num_train_epochs': 'num_epochs',
+    'num_train_epochs epochs': 'num_epochs',
     'lr max_lr': 'learning_rate',
     'min_learning_rate': 'min_lr',
-    'warmup_steps warmup warmup_ratio': 'warmup_iters, in steps',
+    'warmup_steps warmup warmup_ratio num_warmup_steps': 'warmup_iters, in steps',
     'decay_steps': 'lr_decay_iters',
     'lr_scheduler lr_scheduler_type': 'lr_schedule (cosine, cos_inf, wsd, linear, constant)',
     'mup mup_width_multiplier depth_multiplier': 'parametrization (mup, completep), base_width, base_depth',
-    'clip max_grad_norm': 'grad_clip',
+    'clip max_grad_norm clip_grad_norm': 'grad_clip',
     'float8 fp8': 'matmul_dtype=float8',
     'precision bf16 fp16 amp': 'dtype (float32, bfloat16, float16; auto); master weights and reduction are always fp32',
     'sharding': 'zero_stage=3 / zero_stage=2 / replicate_size=N / train_ddp.py',
@@ -207,27 +207,155 @@ OTHER_TRAINERS = {
     'pipeline_model_parallel_size pp': 'pipeline_stages (train_pipeline.py)',
     'num_layers_per_virtual_pipeline_stage': 'pipeline_chunks (train_pipeline.py)',
     'limit_all_gathers backward_prefetch': 'prefetch, with fsdp_impl=manual; fully_shard always prefetches',
-    'offload_params offload_optimizer': 'cpu_offload=params, cpu_offload=optimizer',
+    'offload_params offload_optimizer fsdp_cpu_offload': 'cpu_offload=params, cpu_offload=optimizer',
     'gradient_checkpointing recompute': 'activation_checkpointing (none, full, selective, offload)',
+    'enable_activation_checkpointing enable_activation_offloading': 'activation_checkpointing=full, =offload',
     'rope_scaling rotary_base': 'yarn, rope_theta',
     'use_orig_params auto_wrap_policy sync_module_states': 'none: parameters keep their names, each block is a unit',
     'no_sync reduce_every_micro_step': 'accumulate=unsharded (default), accumulate=sharded',
     'resume_from_checkpoint auto_resume no_auto_resume': 'resume=auto (default), resume=must, resume=never',
-    'save_interval save_steps save_total_limit': 'checkpoint_interval, keep_checkpoints',
+    'save_interval save_steps save_total_limit save_every_n_steps': 'checkpoint_interval, keep_checkpoints',
     'eval_steps eval_strategy': 'eval_interval',
-    'logging_steps': 'log_interval',
+    'logging_steps log_every_n_steps': 'log_interval',
     'output_dir': 'out_dir',
     'load_best_model_at_end early_stopping_patience': 'keep_best and --step=best, patience',
     'packing packing_strategy': 'none: conversations are always packed',
     'assistant_only_loss completion_only_loss': 'none: only answers are learned',
     'eos_token chat_template_path': "none: they are those of prepare_data.py's --tokenizer",
-    'r lora_r use_rslora target_modules lora_target_modules': 'lora_rank, lora_rslora, lora_targets',
+    'r lora_r use_rslora target_modules lora_target_modules lora_attn_modules': 'lora_rank, lora_rslora, lora_targets',
     'load_in_4bit quantization_bit bnb_4bit_quant_type': 'frozen_dtype=nf4, with a lora_rank',
     'core_metric_every hellaswag': 'eval_tasks, eval_tasks_interval',
     'num_workers pin_memory': 'none: one background thread reads a memory map ahead and pins on CUDA',
     'deepspeed': 'train_deepspeed.py, deepspeed_config',
     'profile profile_step': 'trace_step',
-    'report_to wandb wandb_mode tensorboard': 'wandb_log, WANDB_MODE=offline, tensorboard_log',
+    'report_to wandb wandb_mode tensorboard metric_logger': 'wandb_log, WANDB_MODE=offline, tensorboard_log',
     'torch_compile no_compile': 'compile=True, compile=False',
+    'model model_name_or_path checkpointer': 'init_from',
+    'tokenizer': "none: it is the dataset's (prepare_data.py)",
+    'loss': 'none: the loss is cross-entropy (and z_loss)',
+    'shuffle': 'none: the data are always shuffled, by seed',
+    'optimizer_in_bwd': 'none: the step comes after backward',
     'master_port nproc_per_node local_rank': "torchrun's own flags",
+}
+
+# When a key is read: {script: {keys: (what it takes, in words; whether a run has that)}}. For each key that was set in
+# vain, without_effect() of configurator.py makes a line of it. A key that is not listed is always read, or its subject
+# refuses it.
+#
+# `run` has the run's final keys as attributes, and facts that are not keys:
+#     explicit      the keys that were set
+#     transformers  a class of transformers computes the model (init_from without native)
+#     has_dropout   that class has some
+#     is_chat       the dataset holds conversations
+#     ends_at_s     when the Slurm job ends, inf outside of one
+# A key or fact that a script lacks is None. A key whose wish is fulfilled anyway has no line: zero_stage on one rank.
+REFUSED = (
+    'lora_dropout',
+    'lora_rslora',
+    'modules_to_save',
+)  # an error, since without LoRA all weights would be trained
+DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
+CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
+EXPERTS = ('in a mixture that model.py computes: --n_experts, or --native=True', lambda run: run.n_experts)
+READ_IF = {
+    'train': {
+        'resume': ('without --eval_only', lambda run: not run.eval_only),
+        'eval_interval val_dataset': ('with --eval_iters=1 or more', lambda run: run.eval_iters),
+        'checkpoint_interval permanent_interval save_errors async_checkpoint': CHECKPOINTS,
+        'wandb_project wandb_group wandb_run_name': (  # a file may hold the names for when it is turned on
+            'with --wandb_log=True',
+            lambda run: run.wandb_log or 'wandb_log' in run.explicit,
+        ),
+        'windows': (
+            'on text: conversations are always packed whole',
+            lambda run: not run.is_chat or run.windows == 'documents',
+        ),
+        'trust_remote_code': (
+            'with a Hugging Face folder as --init_from',
+            lambda run: run.transformers or run.native,
+        ),
+        'lr_rule': (
+            'with --heads, whose rule is not asked if a learning_rate is given',
+            lambda run: run.heads and 'learning_rate' not in run.explicit,
+        ),
+        'experts_per_token expert_hidden_dim router_bias': ('with --n_experts', EXPERTS[1]),
+        'router_aux router_z': EXPERTS,
+        'dropout': (
+            "in a class that has dropout: this one's configuration names none",
+            lambda run: not run.transformers or run.has_dropout,
+        ),
+        'lora_alpha lora_targets lora_dropout lora_rslora modules_to_save': (
+            'with LoRA: give a --lora_rank, as 16',
+            lambda run: run.lora_rank,
+        ),
+        'omega': (
+            'in the weight decay of heads and of the DANA family, if no weight_decay is given',
+            lambda run: 'weight_decay' not in run.explicit and (run.heads or run.optimizer in DANA),
+        ),
+        'kappa delta': (f'with --optimizer={", ".join(DANA)}', lambda run: run.optimizer in DANA),
+        'beta1 beta2': (
+            'with --optimizer=adamw, adamw-decay, ademamix or muon',
+            lambda run: run.optimizer not in (*DANA, 'sgd'),
+        ),
+        'wd_ts': (
+            f'with --optimizer=adamw-decay, {", ".join(DANA)}',
+            lambda run: run.optimizer in ('adamw-decay', *DANA),
+        ),
+        'lr_decay_iters min_lr': (
+            'with another --lr_schedule than constant',
+            lambda run: run.lr_schedule != 'constant',
+        ),
+        'tf32': ('on a GPU', lambda run: run.device.startswith('cuda')),
+        'stop_before_end_s': ('in a Slurm job with a time limit', lambda run: run.ends_at_s < float('inf')),
+        'eval_tasks_interval eval_tasks_limit eval_tasks_chat': ('with --eval_tasks', lambda run: run.eval_tasks),
+        'prefetch': ('with --fsdp_impl=manual', lambda run: run.fsdp_impl == 'manual'),
+        'context_impl': ('with --context_parallel=2 or more', lambda run: run.context_parallel > 1),
+        'exchange_k': ('with --exchange_dtype=top2bit', lambda run: run.exchange_dtype == 'top2bit'),
+        'error_feedback': (
+            'with an --exchange_dtype that rounds',
+            lambda run: run.exchange_dtype != 'float32',
+        ),
+        'error_decay': (
+            'with --exchange_dtype=top2bit, or --error_feedback=True and one that rounds',
+            lambda run: run.exchange_dtype == 'top2bit' or (run.error_feedback and run.exchange_dtype != 'float32'),
+        ),
+    },
+    'sample.py': {
+        'top_k top_p seed': ('with a --temperature above 0', lambda run: run.temperature),
+        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
+        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
+    },
+    'evaluate.py': {
+        'step': ('for a run: a Hugging Face folder has no steps', lambda run: run.is_run),
+        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
+        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
+    },
+    'export_model.py': {
+        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
+        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
+        'max_shard_size': ('without --adapter', lambda run: not run.adapter),
+    },
+    'prepare_data.py': {
+        'fold_system': ('with conversations', lambda run: run.is_chat),
+        'source_config': ('with OWNER/NAME on the hub as --dataset', lambda run: run.is_hub),
+        'seed': ('with --val_rule=hash', lambda run: run.val_rule == 'hash' and run.val_fraction),
+    },
+    'report.py': {'lines': ("with a run's folder as --out_dir", lambda run: run.out_dir)},
+    'compare.py': {
+        'gpus node_gpus gpu measured cores': ('with --plan', lambda run: run.plan),
+        'links': ('with --plan or --bench_links', lambda run: run.plan or run.bench_links),
+        'keys output': ('with --plot', lambda run: run.plot),
+        'seeds at_once': (
+            'with a sweep: --sweep, recipes or sizes in a config file',
+            lambda run: run.sweep or run.recipes or run.sizes or run.coordinates,
+        ),
+        'inner_steps': (
+            'with diloco among --strategies',
+            lambda run: 'diloco' in run.strategies,
+        ),
+        'zero_stages': (
+            'with fsdp, fsdp_manual or deepspeed among --strategies',
+            lambda run: {'fsdp', 'fsdp_manual', 'deepspeed'} & {*run.strategies},
+        ),
+    },
 }

@@ -23,7 +23,7 @@ from there, and the files come out the same to the byte.
 
 from typing import Literal
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -197,6 +197,8 @@ if source.chat and (config.dedup or config.max_tokens):
     raise ValueError('dedup and max_tokens are for text, and these are conversations: leave them out')
 if config.fold_system and not source.chat:
     raise ValueError(f'fold_system=True is for conversations, dataset={config.dataset} holds none: leave it out')
+is_hub = sources.is_hub_name(config.dataset)
+say_without_effect('prepare_data.py', config, explicit, is_chat=bool(source.chat), is_hub=is_hub)
 if source.chat:
     tokenizer_facts.pop('bos_text', None)  # whether there is a BOS is up to the chat template
 facts = source.description

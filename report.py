@@ -21,7 +21,7 @@ import traceback
 from importlib import metadata
 from pathlib import Path
 
-from configurator import VERSION, configure
+from configurator import VERSION, configure, say_without_effect
 from runtime.files import ROOT, code_version
 
 
@@ -32,7 +32,8 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(Config)
+config, explicit = configure(Config)
+say_without_effect('report.py', config, explicit)
 
 PACKAGES = ('torch', 'numpy', 'triton', 'tiktoken', 'gigatoken', 'transformers', 'tokenizers', 'safetensors')
 PACKAGES += ('datasets', 'pyarrow', 'matplotlib', 'wandb', 'tensorboard', 'deepspeed', 'boto3', 'pytest')

@@ -21,7 +21,7 @@ import os
 import sys
 from typing import Literal
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -116,6 +116,7 @@ else:
     text_config = pretrained and pretrained.config.get_text_config()
     language = prompts.TransformersLanguage(text_tokenizer, folder, getattr(text_config, 'eos_token_id', None))
 vocab_size = pretrained.vocab_size if pretrained else model_config.vocab_size
+say_without_effect('sample.py', config, explicit, transformers=bool(pretrained or config.model))
 positions = pretrained and pretrained.positions or math.inf  # a GPT of model.py never runs out: it drops the older half
 
 # --- PROMPTS AS IDS ---------------------------------------------------------------------------------------------------

@@ -110,7 +110,8 @@ def test_a_run_that_goes_on_does_not_evaluate_its_start_again_and_one_that_start
     assert abs(rows[0]['val_loss'] - of_test) > 1e-3
     start('train_ddp.py', *keys, '--max_iters=2')
     assert [row['step'] for row in metrics(tmp_path)] == [0, 1, 2] and metrics(tmp_path)[:2] == rows
-    start('train_ddp.py', *keys, '--max_iters=2', '--eval_only')
+    (said,) = start('train_ddp.py', *keys, '--max_iters=9', '--eval_only')
+    assert ' step 2 | val loss ' in said.stdout and '2/9' not in said.stdout
     assert [row['step'] for row in metrics(tmp_path)] == [0, 1, 2]
 
 
