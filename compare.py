@@ -20,49 +20,49 @@ that are finished.
 
 import sys
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     # the runs of a comparison: all combinations; a strategy leaves out keys that it does not have
     strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco']  # single = train_ddp.py in one process
-    nproc = [2]  # ranks: one number, or several to compare
-    zero_stages = [3]  # for fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3)
+    nproc = [2]  # ranks: one number, or several to compare [>= 1]
+    zero_stages = [3]  # for fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3) [>= 1, <= 3]
     checkpointing = []  # values of activation_checkpointing: none, full, selective
     dtypes = []  # float32, bfloat16, float16
-    accumulations = [1]  # micro-steps per rank at the largest number of ranks; the global batch stays the same
-    inner_steps = [10]  # diloco: steps between two exchanges
+    accumulations = [1]  # micro-steps per rank at the largest number of ranks; the global batch stays the same [>= 1]
+    inner_steps = [10]  # diloco: steps between two exchanges [>= 1]
     variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., keys of its script}: further runs
     baseline: str | None = None  # label of the run that the others are compared with; None = the first
-    repeats = 3  # repeats of each run, in turns: if the machine is slow for a while, it is slow for all
+    repeats = 3  # repeats of each run, in turns: if the machine is slow for a while, it is slow for all [>= 1]
     resume_check = False  # also resume each strategy once from the middle, to see whether the losses are the same
     # sweeps and ladders: docs/sweeps.md
     sweep = {}  # key -> its values: a run per combination; finds the best learning_rate
     recipes = {}  # label -> keys: compared at the best learning rate of each; the first is the baseline
     sizes = {}  # label -> keys: model sizes for each recipe; with 3 or more of them, laws are fitted
-    seeds = [1337]  # the first one searches for the best learning rate, the others run at it
-    at_once = 1  # runs of a sweep at the same time, which share the cores
+    seeds = [1337]  # the first one searches for the best learning rate, the others run at it [>= 0]
+    at_once = 1  # runs of a sweep at the same time, which share the cores [>= 1]
     coordinates = {}  # axis -> size -> keys: do activations keep their size in each recipe? docs/sweeps.md
     # how to run
     out_dir: str | None = None  # None = out/compare, or with --bench a new folder, out/bench-DATE-TIME [path]
     launcher: str | None = None  # such as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
     bench = False  # only speed and memory: random tokens, 30 steps of one micro-step, no evaluation or checkpoint
     trace = False  # record two steps of each run for chrome://tracing
-    gpu_gb = 80.0  # predict which runs fit a GPU with this much memory; 0 = do not
+    gpu_gb = 80.0  # predict which runs fit a GPU with this much memory; 0 = do not [>= 0]
     slurm: bool | str = False  # run a sweep as jobs; may give options for sbatch: --slurm='--time=1:00:00'
     # other modes
     write_only = False  # run nothing: write plan.json, and runs.sh with a line per run
     analyze = False  # run nothing: make tables and pictures of the finished runs in out_dir
-    element: int | None = None  # used by jobs of --slurm: do the run with this number in out_dir/jobs.json
+    element: int | None = None  # used by jobs of --slurm: do the run with this number in out_dir/jobs.json [>= 0]
     bench_links = False  # measure all-reduces of all ranks, within nodes and between nodes
     plan = False  # run nothing: predict the layouts that fit a cluster, the fastest first; docs/parallelism.md
-    gpus = 8  # --plan: ranks in the cluster
-    node_gpus = 8  # --plan: ranks on each node
+    gpus = 8  # --plan: ranks in the cluster [>= 1]
+    node_gpus = 8  # --plan: ranks on each node [>= 1]
     gpu = 'h100'  # --plan: h100, h200, a100 (assumed speed and links), or cpu (with --measured and --links)
     measured = []  # --plan: take the speed of these runs of train_ddp.py in one process: out_dirs [path]
     links: str | None = None  # --plan: file with measured links, which --bench_links writes [path]
-    cores = 1  # --plan --gpu=cpu: cores of a node, shared by its ranks
+    cores = 1  # --plan --gpu=cpu: cores of a node, shared by its ranks [>= 1]
     plot = []  # --plot OUT_DIR OUT_DIR ...: only draw the loss of these runs [path]
     keys = []  # --plot: draw these keys of metrics.jsonl instead, such as --keys=grad_norm,val_bpb
     output: str | None = None  # the picture that --plot writes; None = loss.png in the folder of the runs [path]
@@ -499,4 +499,5 @@ if __name__ == '__main__':
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: end the run under way, and say how to continue
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
+    say_without_effect('compare.py', config, explicit)
     sys.exit(main(config, _train_keys, explicit))

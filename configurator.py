@@ -10,14 +10,14 @@ Configuration of a script: the attributes of the class Config at its top, then c
     config, explicit = configure(Config)  # from here on config.batch_size is the final value
 
 Keys that several scripts share are in classes of keys.py, from which Config inherits: class Config(Keys). Words in
-brackets at the end of a comment are tags. keys.py explains them, and --help leaves them out.
+brackets at the end of a comment are tags and the range of a number. keys.py explains them; --help leaves the tags out.
 
     python train_ddp.py config/quickstart.py --batch_size=4
 
 A config file is Python that assigns keys: `batch_size = 4`. Imports, functions and names that begin with `_` do not
 count as keys. Files run in order, and each sees the values so far. The idea is that of nanoGPT's configurator.py, with
-checks added: a key that does not exist or a value of the wrong type ends the program with one line. This file imports
-the standard library only, so that `--help` and `--version` answer at once.
+checks added: a key that does not exist, a value of the wrong type and a number out of range end the program with one
+line. This file imports the standard library only, so that `--help` and `--version` answer at once.
 """
 
 import ast
@@ -26,6 +26,7 @@ import difflib
 import functools
 import json
 import numbers
+import operator
 import os
 import re
 import signal
@@ -38,10 +39,11 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from keys import OTHER_TRAINERS
+from keys import OTHER_TRAINERS, READ_IF, REFUSED
 
 VERSION = '0.9.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
+COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Knob:
     choices: tuple  # the only values of a Literal; () = any
     default: object
     tags: tuple[str, ...]  # the words in brackets, see keys.py: 'result', 'per job', 'path'
+    bounds: tuple[str, ...]  # of a number, or of each number in a list: ('>= 0', '< 1')
 
 
 class Mistake(Exception):
@@ -209,22 +212,24 @@ def knobs_of_class(node, path):
     for statement in node.body:
         heading = next((comments[line] for line in range(last_line, statement.lineno) if line in alone), None)
         if heading is not None:
-            section, tags_of_section = without_tags(heading)
+            section, tags_of_section, _ = without_tags(heading)
         last_line = statement.end_lineno
         if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
             continue
         target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
         default = literal(statement.value)
         types, choices = accepted(getattr(statement, 'annotation', None), default)
-        comment, tags = without_tags(comments.get(last_line, ''))
-        knobs[target.id] = Knob(section, comment, types, choices, default, tags or tags_of_section)
+        comment, tags, bounds = without_tags(comments.get(last_line, ''))
+        knobs[target.id] = Knob(section, comment, types, choices, default, tags or tags_of_section, bounds)
     return knobs
 
 
 def without_tags(comment):
-    """('the first thing to tune', ('result', 'per job')) of 'the first thing to tune [result, per job]'."""
-    text, tags = re.fullmatch(r'(.*?) *(?:\[([a-z ,]+)\])?', comment).groups()
-    return text, tuple(tags.split(', ')) if tags else ()
+    """('how many', ('result', 'per job'), ('>= 0', '< 1')) of 'how many [result, per job, >= 0, < 1]'."""
+    word = r'(?:[a-z ]+|[<>]=? [\d.]+)'
+    text, words = re.fullmatch(rf'(.*?) *(?:\[({word}(?:, {word})*)\])?', comment).groups()
+    words = words.split(', ') if words else []
+    return text, *(tuple(word for word in words if (word[0] in '<>') == is_bound) for is_bound in (False, True))
 
 
 def accepted(annotation, default):
@@ -269,19 +274,35 @@ def find(key, knobs, script, given, advice=''):
         return knobs[key]
     key = key.replace('-', '_')
     owner = None if key in knobs else owner_of(key, script)  # in knobs except for a hyphen: then it is the closest name
-    close = difflib.get_close_matches(key, knobs, n=1)
     if owner:
         hint = f'{owner} has it'
     elif theirs := [names for names in OTHER_TRAINERS if key in names.split()]:
         hint = f'here it is {OTHER_TRAINERS[theirs[0]]}'
     else:
-        hint = f'did you mean {close[0]}?' if close else '--help lists them'
+        meant = closest(key, knobs)
+        hint = f'did you mean {meant}?' if meant else '--help lists them'
     raise Mistake(f'{given} is not a key of {script.name}: {hint}{advice}')
+
+
+def closest(key, knobs):
+    """The key that somebody mistyped; None if it may be a word for something else, such as `loss`, which is not z_loss,
+    or eval_batch_size. What was meant has words like these, or differs in little but underscores."""
+
+    def likeness(one, other):
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    for found in difflib.get_close_matches(key, knobs, n=1, cutoff=0.8):
+        words, theirs = key.split('_'), found.split('_')
+        if len(words) == len(theirs) and min(map(likeness, words, theirs)) >= 0.5:
+            return found
+        if likeness(''.join(words), ''.join(theirs)) > 0.9:
+            return found
+    return None
 
 
 def help_text(knobs, values, docstring):
     """The script's docstring, then one line per key: default, type and comment, under the section's name."""
-    rows = {key: (f'--{key}={values[key]}', ' | '.join(knob.types) or 'any') for key, knob in knobs.items()}
+    rows = {key: (f'--{key}={values[key]}', ' | '.join(types_of(knob)) or 'any') for key, knob in knobs.items()}
     key_width = max((len(default) for default, _ in rows.values()), default=0)
     type_width = max((len(types) for _, types in rows.values()), default=0)
     lines = [(docstring or '').strip(), '', 'Config files (*.py), then --key=value; the last one wins. The defaults:']
@@ -362,6 +383,55 @@ def run_config_file(path, values):
     return {name: namespace[name] for name in namespace.assigned if name[0] != '_' and name in namespace}
 
 
+# --- KEYS WITHOUT EFFECT ----------------------------------------------------------------------------------------------
+
+
+class Facts:
+    """Values by their names, as attributes; None for a name that is not there."""
+
+    def __init__(self, values):
+        vars(self).update(values)
+
+    def __getattr__(self, name):
+        return None
+
+
+def without_effect(script, config, explicit, **facts):
+    """
+    Lines for the keys that were set and that this run does not read, by READ_IF of keys.py. [] is as it should be.
+
+    script: the name of the file that runs. config, explicit: from configure(), filled in. facts: as READ_IF has them.
+    A key of a config file counts if the file names the script, as in a command in its comments; the file may have been
+    written for another one. A value that is off, and is so by default, asks for nothing.
+    Raises ValueError for a key of REFUSED.
+    """
+    run, lines = Facts({**vars(config), **facts, 'explicit': explicit}), []
+    for keys, (needs, is_read) in READ_IF.get(script, READ_IF['train']).items():
+        for key in keys.split():
+            value = getattr(config, key, None)
+            asks = key in explicit and (value or value != getattr(type(config), key, None))
+            if not asks or is_read(run):
+                continue
+            line = f'{key}={shown(value)} has no effect here, only {needs}'
+            if key in REFUSED:
+                raise ValueError(f'{line}; or leave it out')
+            if explicit[key] == 'command line' or script in Path(explicit[key]).read_text(encoding='utf-8'):
+                lines.append(f'WARNING: {line}')
+    return lines
+
+
+def say_without_effect(script, config, explicit, **facts):
+    """Print the lines of without_effect() on stderr, on rank 0."""
+    for line in without_effect(script, config, explicit, **facts):
+        if os.environ.get('RANK', '0') == '0':
+            print(line, file=sys.stderr, flush=True)
+
+
+def shown(value):
+    """A value as on the command line."""
+    return ','.join(map(str, value)) if isinstance(value, list) else value
+
+
 # --- VALUES -----------------------------------------------------------------------------------------------------------
 
 
@@ -383,22 +453,42 @@ def parse(text, knob, given):
                 pass
     if text != 'None':  # where None is not allowed, it is a mistake rather than a word
         readings.append(text)
-    *others, last = readings
-    for reading in others:
-        with contextlib.suppress(Mistake):
-            return checked(reading, knob, given)
-    return checked(last, knob, given)
+    # The first reading that has one of the key's types. What is a number, where numbers have a range, is not a word.
+    fits = (reading for reading in readings if fitting(reading, knob) or (knob.bounds and numbers_in(reading)))
+    return checked(next(fits, readings[-1]), knob, given)
 
 
 def checked(value, knob, given):
     """The value in one of the key's types. Raises Mistake, which says what was given and what is expected."""
+    found = fitting(value, knob)
+    is_wrong = not found or any(is_outside(number, knob.bounds) for number in numbers_in(found[0]))
+    if is_wrong or (knob.bounds and isinstance(found[0], list) and len(numbers_in(found[0])) < len(found[0])):
+        raise Mistake(f'{given} expects {expected(knob)}, given {value!r}')
+    return at_home(found[0]) if 'path' in knob.tags else found[0]
+
+
+def fitting(value, knob):
+    """[the value in each of the key's types that it has]; [] if it has none, or is not one of the key's choices."""
     possible = forms(value)
     if 'list' in knob.types and value is not None and not possible.keys() & set(knob.types):
         possible = {'list': elements(value)}
-    fitting = [possible[kind] for kind in knob.types if kind in possible] if knob.types else [value]
-    if not fitting or (knob.choices and value is not None and value not in knob.choices):
-        raise Mistake(f'{given} expects {expected(knob)}, given {value!r}')
-    return at_home(fitting[0]) if 'path' in knob.tags else fitting[0]
+    if knob.choices and value is not None and value not in knob.choices:
+        return []
+    return [possible[kind] for kind in knob.types if kind in possible] if knob.types else [value]
+
+
+def is_outside(number, bounds):
+    """Whether a number is outside of its key's range. No key takes nan or inf."""
+    if not -sys.float_info.max <= number <= sys.float_info.max:  # not for nan, either; an int may be larger than floats
+        return True
+    return not all(COMPARISONS[sign](number, float(bound)) for sign, bound in map(str.split, bounds))
+
+
+def numbers_in(value):
+    """The numbers in a value: itself, or those in a list or tuple of any depth."""
+    if isinstance(value, (list, tuple)):
+        return [number for element in value for number in numbers_in(element)]
+    return [value] if isinstance(value, numbers.Real) and not isinstance(value, bool) else []
 
 
 def at_home(value):
@@ -418,8 +508,15 @@ def elements(value):
 
 def expected(knob):
     """What the key accepts, in the words of an error message."""
-    types = [kind for kind in knob.types if kind == 'None' or not knob.choices]
+    types = [kind for kind in types_of(knob) if kind == 'None' or not knob.choices]
     return ' or '.join([repr(choice) for choice in knob.choices] + types) or 'a value'
+
+
+def types_of(knob):
+    """The names of the key's types, numbers with their range: ['int >= 1', 'None']."""
+    names = {'int': 'int', 'float': 'float', 'list': 'list of numbers', 'tuple': 'tuple with numbers'}
+    bounds = ' and '.join(knob.bounds)
+    return [f'{names[kind]} {bounds}' if bounds and kind in names else kind for kind in knob.types]
 
 
 def forms(value):

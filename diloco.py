@@ -635,30 +635,21 @@ def check_keys(config):
     """Raises ValueError if the keys of DiLoCo do not fit together."""
     config = {'num_fragments': 1, 'overlap_steps': 0, 'fragment_mix': 0.0, **config}  # train_pool.py has no such keys
     steps, fragments, overlap = config['inner_steps'], config['num_fragments'], config['overlap_steps']
-    if not 1 <= steps <= config['max_iters']:
+    if steps > config['max_iters']:
         raise ValueError(
-            f'inner_steps={steps}: expected 1 to max_iters={config["max_iters"]}, a round is part of the run'
+            f'inner_steps={steps}: expected at most max_iters={config["max_iters"]}, a round is part of the run'
         )
-    if not 1 <= fragments <= min(steps, config['n_layer']):
+    if fragments > min(steps, config['n_layer']):
         raise ValueError(
-            f'num_fragments={fragments}: expected 1 to inner_steps={steps} and at most n_layer={config["n_layer"]}'
+            f'num_fragments={fragments}: expected at most inner_steps={steps} and n_layer={config["n_layer"]}'
         )
-    if overlap < 0 or (overlap and overlap * fragments >= steps):
+    if overlap and overlap * fragments >= steps:
         raise ValueError(
             f'overlap_steps={overlap}: expected less than inner_steps / num_fragments = {steps / fragments:g}, '
             'an exchange lands before the next one begins'
         )
-    if not 0 <= config['fragment_mix'] < 1:
-        raise ValueError(f'fragment_mix={config["fragment_mix"]}: expected 0 (the outer parameters alone) to below 1')
-    if config['outer_lr'] <= 0 or not 0 <= config['outer_momentum'] < 1:
-        given = ', '.join(f'{key}={config[key]}' for key in ('outer_lr', 'outer_momentum'))
-        raise ValueError(f'{given}: expected a rate above 0 and a momentum from 0 to below 1')
     if config['exchange_dtype'] == 'top2bit' and config['outer_momentum']:
         raise ValueError(
             f'exchange_dtype=top2bit with outer_momentum={config["outer_momentum"]}: what it has not sent yet is its '
             'momentum; use --outer_momentum=0 --outer_lr=1'
         )
-    if not 1 <= config['exchange_k'] <= 4096:
-        raise ValueError(f'exchange_k={config["exchange_k"]}: expected 1 to 4096, the numbers of a chunk')
-    if config['error_decay'] is not None and not 0 <= config['error_decay'] <= 1:
-        raise ValueError(f'error_decay={config["error_decay"]}: expected 0 (nothing is kept) to 1')

@@ -23,18 +23,18 @@ import os
 from dataclasses import replace
 from typing import Literal
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     # model and tasks
     out_dir = 'out/quickstart'  # a run of any train script, or a Hugging Face folder [path]
-    step: int | str | None = None  # the checkpoint of this step, or the 'best' one (keep_best); None = the newest
+    step: int | str | None = None  # the checkpoint of this step, or 'best' (of keep_best); None = the newest [>= 0]
     tasks = []  # files to score: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl [path]
     protocol: Literal['harness', 'core'] = 'harness'  # score by lm-evaluation-harness, or by CORE (DCLM)
-    num_fewshot: int | None = None  # solved examples before each item; None = as many as the task says, often 0
-    limit: int | None = None  # use only this many items of each task, the first ones
+    num_fewshot: int | None = None  # solved examples before each item; None = as many as the task says, often 0 [>= 0]
+    limit: int | None = None  # use only this many items of each task, the first ones [>= 1]
     apply_chat_template = False  # write items and examples as messages, with the tokenizer's chat template
     chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     results: str | None = None  # file to which the scores are appended; None = results.jsonl in out_dir [path]
@@ -42,18 +42,18 @@ class Config:
     # text to tokens
     data_dir: str | None = None  # data_dir with the run's dataset and its tokenizer; None = the run's own [path]
     tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
-    block_size: int | None = None  # tokens that the model sees at once; None = as many as it has positions
+    block_size: int | None = None  # tokens that the model sees at once; None = as many as it has positions [>= 1]
     trust_remote_code = False  # run a Hugging Face model's own Python files if transformers has no class for it
     # system
-    batch_size = 32  # choices, windows of a text, or prompts per rank and forward pass
+    batch_size = 32  # choices, windows of a text, or prompts per rank and forward pass [>= 1]
     shard: Literal['none', 'torch', 'manual'] = 'none'  # shard weights over ranks, for large models
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: fp32 if fine-tuned, else bf16 if fast
-    timeout_s = 600  # a collective that takes longer is an error
+    timeout_s = 600  # a collective that takes longer is an error [>= 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(Config)  # before `import torch`, so --help is quick
+config, explicit = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -76,9 +76,6 @@ device = processes.choose_device(config.device, local_rank)
 compute_dtype = processes.choose_dtype(config.dtype, device)
 if not config.tasks:
     raise ValueError('no tasks: name files of them, --tasks=tasks/piqa.jsonl; docs/evaluate.md says how to get some')
-for key, least in (('batch_size', 1), ('limit', 1), ('block_size', 1), ('num_fewshot', 0)):
-    if (given := getattr(config, key)) is not None and given < least:
-        raise ValueError(f'{key}={given}: expected {least} or more')
 if config.chat_template_kwargs and not config.apply_chat_template:
     given = f'chat_template_kwargs={config.chat_template_kwargs}'
     raise ValueError(f'{given}: no chat template is used: add --apply_chat_template, or leave them out')
@@ -125,6 +122,7 @@ else:
 is_tuned = bool(path and pretrained and not pretrained.lora_rank)  # LoRA's weights are apart from the base's
 if pretrained:
     compute_dtype = rounding.dtype_to_compute(config.dtype, device, pretrained, is_tuned)
+say_without_effect('evaluate.py', config, explicit, is_run=path is not None, transformers=pretrained is not None)
 window = config.block_size or positions
 if window > positions:
     raise ValueError(f'block_size={window}: the model has {positions} positions: use --block_size={positions} or less')

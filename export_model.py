@@ -22,13 +22,13 @@ import shutil
 import warnings
 from typing import Literal
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir = 'out/quickstart'  # the run whose model is exported [path]
-    step: int | str | None = None  # the checkpoint of this step, or the 'best' one (keep_best); None = the newest
+    step: int | str | None = None  # the checkpoint of this step, or 'best' (of keep_best); None = the newest [>= 0]
     to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32, or bfloat16 if little is lost
     adapter = False  # write only the trained LoRA, in peft's format; False = the whole model with LoRA merged into it
@@ -38,7 +38,7 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(Config)  # before `import torch`, so --help is quick
+config, explicit = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
 from safetensors import SafetensorError
@@ -88,6 +88,7 @@ path = checkpoint.choose_to_read(config.out_dir, config.step)
 weights, state = checkpoint.load_weights(path)
 model_facts = state['identity']['model']
 is_fine_tuned = finetune.is_fine_tuned(state)
+say_without_effect('export_model.py', config, explicit, transformers=is_fine_tuned)
 if state['config'].get('native'):
     weights = native.weights_for_transformers(weights, state)
 if config.adapter and not model_facts.get('lora_rank'):

@@ -14,6 +14,8 @@ no tags of its own:
                 only decide how the same numbers are computed do not have this tag, even if the rounding differs.
     [per job]   jobs that train together in a pool may each have their own value.
     [path]      a file or folder, or a list of them; a ~ at the beginning stands for the home folder. In any script.
+    [>= 0, < 1] the range of a number, or of each number in a list, and the only place where it is checked. In any
+                script. It is no tag of the kind that a section's tags give way to. No key takes nan or inf.
 
 This file imports the standard library only, and little of it, because configurator.py reads it before `--help` answers.
 """
@@ -25,14 +27,14 @@ class Keys:
     # I/O [per job]
     out_dir = 'out/train'  # where checkpoints, metrics.jsonl and train.log go: one folder per run [per job, path]
     resume: Literal['auto', 'never', 'must'] = 'auto'  # resume out_dir; 'never' fails if it holds a run, 'must' if not
-    eval_interval = 500  # steps between evaluations; 0 = only after the last step
-    eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
+    eval_interval = 500  # steps between evaluations; 0 = only after the last step [>= 0]
+    eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none [>= 0]
     eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
-    log_interval = 10  # steps between log lines; 0 = only of the first and the last step
-    trace_step = 0  # record it and the step before for chrome://tracing, as out_dir/trace_rank0.json, ...; 0 = off
-    checkpoint_interval = 1000  # steps between checkpoints, which a crash may cost; 0 = only after the last step
-    keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
-    permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none
+    log_interval = 10  # steps between log lines; 0 = only of the first and the last step [>= 0]
+    trace_step = 0  # record it and the step before for chrome://tracing: out_dir/trace_rank0.json, ...; 0 = off [>= 0]
+    checkpoint_interval = 1000  # steps between checkpoints, which a crash may cost; 0 = only after the last step [>= 0]
+    keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all [>= 0]
+    permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none [>= 0]
     save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without it
     async_checkpoint = False  # train on while a checkpoint is written: for large models; needs host memory
     dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
@@ -44,48 +46,48 @@ class Keys:
     tensorboard_log = False  # write event files to out_dir/tensorboard
     # data [result]
     dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or mixture: 'web:0.7,code:0.3' [result, per job]
-    dataset_stages = ()  # shares from a step or fraction of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
+    dataset_stages = ()  # shares from a step or part of a run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job, >= 0]
     val_dataset: str | None = None  # dataset(s) to validate on: 'one,two'; None = dataset's own split [result, per job]
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, each attends only to itself
     packing: bool | None = None  # several conversations or documents a sequence; None = if the model keeps them apart
     data_dir = 'data'  # where datasets live [result, per job, path]
-    batch_size = 8  # sequences per rank and micro-step: these must fit into memory [per job]
-    global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
-    block_size = 1024  # tokens per sequence
+    batch_size = 8  # sequences per rank and micro-step: these must fit into memory [per job, >= 1]
+    global_batch_size: int | None = None  # sequences per optimizer step, of all ranks; None = batch_size * ranks [>= 1]
+    block_size = 1024  # tokens per sequence [>= 1]
     # model [result]
     init_from = 'scratch'  # or an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job, path]
     native = False  # run a GPT-2, Llama, Mistral or Qwen of init_from in model.py, for pipelines or tensor_parallel
     trust_remote_code = False  # run the Python that came with init_from [per job]
     arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # the top of model.py compares them
-    heads: int | None = None  # enoki, qwen3: set size, learning rate, steps and weight decay by the published rules
-    n_layer = 12  # transformer blocks
-    n_head = 12  # query heads
-    n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
-    head_dim: int | None = None  # None = n_embd / n_head
-    n_embd = 768  # width of the residual stream
-    mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64
-    n_experts = 0  # mixture of experts (llama, qwen3): small MLPs per block, of which a few compute each token; 0 = off
-    experts_per_token = 2  # experts that compute each token; the router chooses them
-    expert_hidden_dim: int | None = None  # width of an expert; None = mlp_hidden_dim / experts_per_token: same cost
-    router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off
-    router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps the logits small (OLMoE: 0.001)
-    router_bias = 0.0  # balance by a bias per expert, which moves by this much per step; 0 = off (DeepSeek-V3: 0.001)
-    vocab_size: int | None = None  # None = the dataset's; the embedding is padded to a multiple of 64
-    dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
+    heads: int | None = None  # enoki, qwen3: size, learning rate, steps and weight decay by the published rules [>= 1]
+    n_layer = 12  # transformer blocks [>= 1]
+    n_head = 12  # query heads [>= 1]
+    n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head [>= 1]
+    head_dim: int | None = None  # None = n_embd / n_head [>= 1]
+    n_embd = 768  # width of the residual stream [>= 1]
+    mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64 [>= 1]
+    n_experts = 0  # mixture of experts (llama, qwen3): MLPs per block, of which a token meets a few; 0 = off [>= 0]
+    experts_per_token = 2  # experts that compute each token; the router chooses them [>= 1]
+    expert_hidden_dim: int | None = None  # width of an expert; None = mlp_hidden_dim / experts_per_token [>= 1]
+    router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off [>= 0]
+    router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps the logits small (OLMoE: 0.001) [>= 0]
+    router_bias = 0.0  # balance by a bias per expert, which moves by this per step; 0 = off (DeepSeek-V3: 0.001) [>= 0]
+    vocab_size: int | None = None  # None = the dataset's; the embedding is padded to a multiple of 64 [>= 1]
+    dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times [>= 0, < 1]
     bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
     tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
-    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's
-    yarn = []  # init_from: extend its block_size by this factor (YaRN); 4,1024 also states the block_size before
+    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's [> 0]
+    yarn = []  # init_from: extend its block_size by this factor (YaRN); 4,1024 also states the block_size before [>= 1]
     attention_gate = False  # qwen3: sigmoid gate on the attention output
     parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
-    base_width: int | None = None  # mup, completep: n_embd of the model on which the learning rate was tuned
-    base_depth: int | None = None  # completep: its n_layer
+    base_width: int | None = None  # mup, completep: n_embd of the model on which the learning rate was tuned [>= 1]
+    base_depth: int | None = None  # completep: its n_layer [>= 1]
     freeze: str | None = None  # init_from: do not train parameters whose names match this regular expression
     # lora [result]
-    lora_rank = 0  # init_from: freeze it, and train two thin matrices of this rank beside each weight (LoRA); 0 = off
-    lora_alpha = 16.0  # what LoRA adds is scaled by lora_alpha / lora_rank
+    lora_rank = 0  # init_from: freeze it, train two matrices of this rank beside each weight (LoRA); 0 = off [>= 0]
+    lora_alpha = 16.0  # what LoRA adds is scaled by lora_alpha / lora_rank [> 0]
     lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
-    lora_dropout = 0.0  # on the input of the two matrices; 0.05 or 0.1 where the data is seen many times
+    lora_dropout = 0.0  # on the input of the two matrices; 0.05 or 0.1 where the data is seen many times [>= 0, < 1]
     lora_rslora = False  # scale by lora_alpha / sqrt(lora_rank) instead, for ranks of 64 or more
     modules_to_save = []  # modules that LoRA runs train in full, by ends of their names: 'embed_tokens,norm'
     frozen_dtype: Literal['float32', 'bfloat16', 'nf4'] | None = None  # of frozen weights; None = as init_from
@@ -102,37 +104,37 @@ class Keys:
         'sgd',
     ] = 'adamw'  # docs/optimizers.md compares them
     optimizer_dtype: Literal['float32', 'bfloat16', 'int8'] = 'float32'  # of its moments: 4, 2 or 1 bytes per number
-    learning_rate = 6e-4  # peak: the first thing to tune; larger models need less
-    max_iters = 10000  # optimizer steps
-    num_epochs: float | None = None  # passes over the training data: sets max_iters [result, per job]
-    weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
-    beta1 = 0.9  # Adam: decay of the first moment
-    beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches
-    grad_clip = 1.0  # global gradient norm; 0 = off
+    learning_rate = 6e-4  # peak: the first thing to tune; larger models need less [> 0]
+    max_iters = 10000  # optimizer steps [>= 1]
+    num_epochs: float | None = None  # passes over the training data: sets max_iters [result, per job, > 0]
+    weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega [>= 0]
+    beta1 = 0.9  # Adam: decay of the first moment [>= 0, < 1]
+    beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches [>= 0, < 1]
+    grad_clip = 1.0  # global gradient norm; 0 = off [>= 0]
     lr_rule: Literal[32, 512] = 32  # with heads: use the learning-rate rule fitted at this many sequences per step
-    kappa = 0.85  # DANA family: the long momentum has the weight (1 + step)^(1 - kappa)
-    delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
-    omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
-    wd_ts: int | None = None  # DANA family, adamw-decay: steps until weight decay has halved; None = max_iters / 10
-    z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
+    kappa = 0.85  # DANA family: the long momentum has the weight (1 + step)^(1 - kappa) [>= 0, <= 1]
+    delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far [> 0]
+    omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / learning_rate / max_iters [>= 0]
+    wd_ts: int | None = None  # DANA family, adamw-decay: steps until weight decay halves; None = max_iters / 10 [>= 1]
+    z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4) [>= 0]
     # schedule [result]
     lr_schedule: Literal['cosine', 'cos_inf', 'wsd', 'linear', 'constant'] = 'cosine'  # optim.py, learning_rate_at()
-    warmup_iters = 100  # linear warm-up: longer if the loss jumps early
-    lr_decay_iters: int | None = None  # None = max_iters
-    min_lr: float | None = None  # None = learning_rate / 10
+    warmup_iters = 100  # linear warm-up: longer if the loss jumps early [>= 0]
+    lr_decay_iters: int | None = None  # None = max_iters [>= 1]
+    min_lr: float | None = None  # None = learning_rate / 10 [>= 0]
     # system [per job]
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
     matmul_dtype: Literal['float8'] | None = None  # of the blocks' matmuls; None = dtype [result, per job]
     tf32 = False  # float32 on a GPU: matmuls are faster, with inputs rounded to 10 bits (TensorFloat-32)
     compile: bool | None = None  # torch.compile each block; None = on CUDA
-    seed = 1337  # of the initial weights, the order of the data and dropout [result]
+    seed = 1337  # of the initial weights, the order of the data and dropout [result, >= 0, < 4294967296]
     deterministic = False  # repeated runs are bit-equal, at a cost in speed
     activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: see docs/memory.md
-    timeout_s = 600  # a collective that takes longer is an error; before that, the log names the rank that is stuck
-    stop_before_end_s = 300  # in a Slurm job: save and exit this many seconds before its time limit; 0 = never
-    max_failures = 5  # refuse to start from the same step more than this many times in a row; 0 = never refuse
-    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on any rank, at most this many in a row
+    timeout_s = 600  # a collective that takes longer is an error; before that, the log names the stuck rank [>= 1]
+    stop_before_end_s = 300  # in a Slurm job: save and exit this many seconds before its time limit; 0 = never [>= 0]
+    max_failures = 5  # refuse to start from the same step more than this many times in a row; 0 = never refuse [>= 0]
+    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on any rank, at most this many in a row [>= 0]
     loss_spike_guard = False  # also skip steps whose loss is 6 sigma above the mean of the last 128 [result, per job]
 
 
@@ -141,8 +143,8 @@ class TaskKeys:
 
     # I/O [per job]
     eval_tasks = []  # task files to score the model on, as evaluate.py does: tasks/a.jsonl,b.jsonl [per job, path]
-    eval_tasks_interval = 1000  # steps between scores; 0 = only after the last step
-    eval_tasks_limit: int | None = None  # only this many items of each file, since answers are generated token by token
+    eval_tasks_interval = 1000  # steps between scores; 0 = only after the last step [>= 0]
+    eval_tasks_limit: int | None = None  # only this many items of each file: generating answers takes time [>= 1]
     eval_tasks_chat = False  # format items by the chat template of init_from, as evaluate.py's apply_chat_template
 
 
@@ -151,7 +153,7 @@ class BestKeys:
 
     # I/O [per job]
     keep_best = False  # also save and keep the checkpoint with the lowest val_loss so far, for --step=best
-    patience = 0  # end after this many evaluations in a row without a lower val_loss, and keep_best; 0 = never
+    patience = 0  # end after this many evaluations in a row without a lower val_loss, and keep_best; 0 = never [>= 0]
 
 
 class ShardingKeys:
@@ -159,25 +161,25 @@ class ShardingKeys:
 
     # fsdp [per job]
     fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
-    zero_stage = 3  # 1 (manual only) shards optimizer state, 2 +gradients, 3 +weights; lower keeps blocks whole longer
+    zero_stage = 3  # 1 (manual only) shards moments, 2 +gradients, 3 +weights; lower = whole for longer [>= 1, <= 3]
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # on the host, not the GPU: moments, or all state
     accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # sum gradients with less communication, or less memory
-    blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
-    prefetch = 1  # manual: units gathered ahead of the one at work; 0 = communication and computation take turns
+    blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages [>= 1]
+    prefetch = 1  # manual: units gathered ahead of the one at work; 0 = communication and computation take turns [>= 0]
 
 
 class OuterKeys:
     """Keys of scripts whose replicas train alone and exchange what they have learned (DiLoCo)."""
 
     # diloco [result]
-    num_replicas: int | None = None  # copies of the model that train alone; None = one per node
-    inner_steps = 100  # H: steps that replicas train between exchanges; more for slower links, fewer for better losses
-    outer_lr = 0.7  # of the outer Nesterov step; 1 with outer_momentum=0 averages the parameters
-    outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
+    num_replicas: int | None = None  # copies of the model that train alone; None = one per node [>= 1]
+    inner_steps = 100  # H: steps that replicas train between exchanges: more for slow links, fewer for the loss [>= 1]
+    outer_lr = 0.7  # of the outer Nesterov step; 1 with outer_momentum=0 averages the parameters [> 0]
+    outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds [>= 0, < 1]
     exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # of what replicas send
-    exchange_k = 64  # top2bit: send this many of each 4096 numbers (64 x 64 of a matrix), the largest, in 2 bits each
+    exchange_k = 64  # top2bit: of each 4096 numbers (64 x 64 of a matrix) send this many, the largest [>= 1, <= 4096]
     error_feedback = False  # keep rounding errors (4 bytes per parameter) and send them next time; top2bit: always
-    error_decay: float | None = None  # errors are sent times this; None = 0.95 for top2bit (SparseLoCo), else 1
+    error_decay: float | None = None  # errors are sent times this; None = 0.95 for top2bit, else 1 [>= 0, <= 1]
     # diloco [per job]
     outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params the exchange, too
     plan = False  # measure steps and link, print what other inner_steps and exchange_dtypes would cost, and train
@@ -188,16 +190,16 @@ OTHER_TRAINERS = {
     'micro_batch_size per_device_train_batch_size': 'batch_size (sequences per rank and micro-step)',
     'effective_batch_size': 'global_batch_size',
     'grad_accum acc_steps gradient_accumulation_steps': 'none: follows from batch_size and global_batch_size',
-    'seq_len context_length max_seq_length max_length': 'block_size',
+    'seq_len context_length max_seq_length max_length max_seq_len': 'block_size',
     'steps max_steps num_iterations': 'max_iters',
-    'num_train_epochs': 'num_epochs',
+    'num_train_epochs epochs': 'num_epochs',
     'lr max_lr': 'learning_rate',
     'min_learning_rate': 'min_lr',
-    'warmup_steps warmup warmup_ratio': 'warmup_iters, in steps',
+    'warmup_steps warmup warmup_ratio num_warmup_steps': 'warmup_iters, in steps',
     'decay_steps': 'lr_decay_iters',
     'lr_scheduler lr_scheduler_type': 'lr_schedule (cosine, cos_inf, wsd, linear, constant)',
     'mup mup_width_multiplier depth_multiplier': 'parametrization (mup, completep), base_width, base_depth',
-    'clip max_grad_norm': 'grad_clip',
+    'clip max_grad_norm clip_grad_norm': 'grad_clip',
     'float8 fp8': 'matmul_dtype=float8',
     'precision bf16 fp16 amp': 'dtype (float32, bfloat16, float16; auto); master weights and reduction are always fp32',
     'sharding': 'zero_stage=3 / zero_stage=2 / replicate_size=N / train_ddp.py',
@@ -206,27 +208,155 @@ OTHER_TRAINERS = {
     'pipeline_model_parallel_size pp': 'pipeline_stages (train_pipeline.py)',
     'num_layers_per_virtual_pipeline_stage': 'pipeline_chunks (train_pipeline.py)',
     'limit_all_gathers backward_prefetch': 'prefetch, with fsdp_impl=manual; fully_shard always prefetches',
-    'offload_params offload_optimizer': 'cpu_offload=params, cpu_offload=optimizer',
+    'offload_params offload_optimizer fsdp_cpu_offload': 'cpu_offload=params, cpu_offload=optimizer',
     'gradient_checkpointing recompute': 'activation_checkpointing (none, full, selective, offload)',
+    'enable_activation_checkpointing enable_activation_offloading': 'activation_checkpointing=full, =offload',
     'rope_scaling rotary_base': 'yarn, rope_theta',
     'use_orig_params auto_wrap_policy sync_module_states': 'none: parameters keep their names, each block is a unit',
     'no_sync reduce_every_micro_step': 'accumulate=unsharded (default), accumulate=sharded',
     'resume_from_checkpoint auto_resume no_auto_resume': 'resume=auto (default), resume=must, resume=never',
-    'save_interval save_steps save_total_limit': 'checkpoint_interval, keep_checkpoints',
+    'save_interval save_steps save_total_limit save_every_n_steps': 'checkpoint_interval, keep_checkpoints',
     'eval_steps eval_strategy': 'eval_interval',
-    'logging_steps': 'log_interval',
+    'logging_steps log_every_n_steps': 'log_interval',
     'output_dir': 'out_dir',
     'load_best_model_at_end early_stopping_patience': 'keep_best and --step=best, patience',
     'sample_packing packing_strategy': 'packing',
     'assistant_only_loss completion_only_loss': 'none: only answers are learned',
     'eos_token chat_template_path': "none: they are those of prepare_data.py's --tokenizer",
-    'r lora_r use_rslora target_modules lora_target_modules': 'lora_rank, lora_rslora, lora_targets',
+    'r lora_r use_rslora target_modules lora_target_modules lora_attn_modules': 'lora_rank, lora_rslora, lora_targets',
     'load_in_4bit quantization_bit bnb_4bit_quant_type': 'frozen_dtype=nf4, with a lora_rank',
     'core_metric_every hellaswag': 'eval_tasks, eval_tasks_interval',
     'num_workers pin_memory': 'none: one background thread reads a memory map ahead and pins on CUDA',
     'deepspeed': 'train_deepspeed.py, deepspeed_config',
     'profile profile_step': 'trace_step',
-    'report_to wandb wandb_mode tensorboard': 'wandb_log, WANDB_MODE=offline, tensorboard_log',
+    'report_to wandb wandb_mode tensorboard metric_logger': 'wandb_log, WANDB_MODE=offline, tensorboard_log',
     'torch_compile no_compile': 'compile=True, compile=False',
+    'model model_name_or_path checkpointer': 'init_from',
+    'tokenizer': "none: it is the dataset's (prepare_data.py)",
+    'loss': 'none: the loss is cross-entropy (and z_loss)',
+    'shuffle': 'none: the data are always shuffled, by seed',
+    'optimizer_in_bwd': 'none: the step comes after backward',
     'master_port nproc_per_node local_rank': "torchrun's own flags",
+}
+
+# When a key is read: {script: {keys: (what it takes, in words; whether a run has that)}}. For each key that was set in
+# vain, without_effect() of configurator.py makes a line of it. A key that is not listed is always read, or its subject
+# refuses it.
+#
+# `run` has the run's final keys as attributes, and facts that are not keys:
+#     explicit      the keys that were set
+#     transformers  a class of transformers computes the model (init_from without native)
+#     has_dropout   that class has some
+#     is_chat       the dataset holds conversations
+#     ends_at_s     when the Slurm job ends, inf outside of one
+# A key or fact that a script lacks is None. A key whose wish is fulfilled anyway has no line: zero_stage on one rank.
+REFUSED = (
+    'lora_dropout',
+    'lora_rslora',
+    'modules_to_save',
+)  # an error, since without LoRA all weights would be trained
+DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
+CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
+EXPERTS = ('in a mixture that model.py computes: --n_experts, or --native=True', lambda run: run.n_experts)
+READ_IF = {
+    'train': {
+        'resume': ('without --eval_only', lambda run: not run.eval_only),
+        'eval_interval val_dataset': ('with --eval_iters=1 or more', lambda run: run.eval_iters),
+        'checkpoint_interval permanent_interval save_errors async_checkpoint': CHECKPOINTS,
+        'wandb_project wandb_group wandb_run_name': (  # a file may hold the names for when it is turned on
+            'with --wandb_log=True',
+            lambda run: run.wandb_log or 'wandb_log' in run.explicit,
+        ),
+        'windows': (
+            'on text: conversations are always packed whole',
+            lambda run: not run.is_chat or run.windows == 'documents',
+        ),
+        'trust_remote_code': (
+            'with a Hugging Face folder as --init_from',
+            lambda run: run.transformers or run.native,
+        ),
+        'lr_rule': (
+            'with --heads, whose rule is not asked if a learning_rate is given',
+            lambda run: run.heads and 'learning_rate' not in run.explicit,
+        ),
+        'experts_per_token expert_hidden_dim router_bias': ('with --n_experts', EXPERTS[1]),
+        'router_aux router_z': EXPERTS,
+        'dropout': (
+            "in a class that has dropout: this one's configuration names none",
+            lambda run: not run.transformers or run.has_dropout,
+        ),
+        'lora_alpha lora_targets lora_dropout lora_rslora modules_to_save': (
+            'with LoRA: give a --lora_rank, as 16',
+            lambda run: run.lora_rank,
+        ),
+        'omega': (
+            'in the weight decay of heads and of the DANA family, if no weight_decay is given',
+            lambda run: 'weight_decay' not in run.explicit and (run.heads or run.optimizer in DANA),
+        ),
+        'kappa delta': (f'with --optimizer={", ".join(DANA)}', lambda run: run.optimizer in DANA),
+        'beta1 beta2': (
+            'with --optimizer=adamw, adamw-decay, ademamix or muon',
+            lambda run: run.optimizer not in (*DANA, 'sgd'),
+        ),
+        'wd_ts': (
+            f'with --optimizer=adamw-decay, {", ".join(DANA)}',
+            lambda run: run.optimizer in ('adamw-decay', *DANA),
+        ),
+        'lr_decay_iters min_lr': (
+            'with another --lr_schedule than constant',
+            lambda run: run.lr_schedule != 'constant',
+        ),
+        'tf32': ('on a GPU', lambda run: run.device.startswith('cuda')),
+        'stop_before_end_s': ('in a Slurm job with a time limit', lambda run: run.ends_at_s < float('inf')),
+        'eval_tasks_interval eval_tasks_limit eval_tasks_chat': ('with --eval_tasks', lambda run: run.eval_tasks),
+        'prefetch': ('with --fsdp_impl=manual', lambda run: run.fsdp_impl == 'manual'),
+        'context_impl': ('with --context_parallel=2 or more', lambda run: run.context_parallel > 1),
+        'exchange_k': ('with --exchange_dtype=top2bit', lambda run: run.exchange_dtype == 'top2bit'),
+        'error_feedback': (
+            'with an --exchange_dtype that rounds',
+            lambda run: run.exchange_dtype != 'float32',
+        ),
+        'error_decay': (
+            'with --exchange_dtype=top2bit, or --error_feedback=True and one that rounds',
+            lambda run: run.exchange_dtype == 'top2bit' or (run.error_feedback and run.exchange_dtype != 'float32'),
+        ),
+    },
+    'sample.py': {
+        'top_k top_p seed': ('with a --temperature above 0', lambda run: run.temperature),
+        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
+        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
+    },
+    'evaluate.py': {
+        'step': ('for a run: a Hugging Face folder has no steps', lambda run: run.is_run),
+        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
+        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
+    },
+    'export_model.py': {
+        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
+        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
+        'max_shard_size': ('without --adapter', lambda run: not run.adapter),
+    },
+    'prepare_data.py': {
+        'fold_system': ('with conversations', lambda run: run.is_chat),
+        'source_config': ('with OWNER/NAME on the hub as --dataset', lambda run: run.is_hub),
+        'seed': ('with --val_rule=hash', lambda run: run.val_rule == 'hash' and run.val_fraction),
+    },
+    'report.py': {'lines': ("with a run's folder as --out_dir", lambda run: run.out_dir)},
+    'compare.py': {
+        'gpus node_gpus gpu measured cores': ('with --plan', lambda run: run.plan),
+        'links': ('with --plan or --bench_links', lambda run: run.plan or run.bench_links),
+        'keys output': ('with --plot', lambda run: run.plot),
+        'seeds at_once': (
+            'with a sweep: --sweep, recipes or sizes in a config file',
+            lambda run: run.sweep or run.recipes or run.sizes or run.coordinates,
+        ),
+        'inner_steps': (
+            'with diloco among --strategies',
+            lambda run: 'diloco' in run.strategies,
+        ),
+        'zero_stages': (
+            'with fsdp, fsdp_manual or deepspeed among --strategies',
+            lambda run: {'fsdp', 'fsdp_manual', 'deepspeed'} & {*run.strategies},
+        ),
+    },
 }

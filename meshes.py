@@ -96,10 +96,8 @@ def ranks_per_shard_group(config, world_size):
     replicate_size, zero_stage = config['replicate_size'], config['zero_stage']
     world_size //= config.get('tensor_parallel', 1)  # each of these ranks holds a part of every matrix
     refuse_unless_it_divides('replicate_size', replicate_size, world_size)
-    if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
-        raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
-    if config['blocks_per_unit'] < 1:
-        raise ValueError(f'blocks_per_unit={config["blocks_per_unit"]}: expected 1 or more')
+    if zero_stage == 1 and config['fsdp_impl'] == 'torch':
+        raise ValueError('zero_stage=1: expected 3, 2 or, with --fsdp_impl=manual, 1')
     on_cuda = config['device'].startswith('cuda')
     if on_cuda and config['cpu_offload'] == 'params' and config['dtype'] == 'float16':
         raise ValueError(
@@ -112,10 +110,8 @@ def ranks_of_stage(config, world_size):
     """How many ranks hold the same stage of a pipeline. Raises ValueError for impossible stages or chunks."""
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
     refuse_unless_it_divides('pipeline_stages', stages, world_size)
-    if chunks < 1 or (chunks > 1 and stages == 1):
-        raise ValueError(
-            f'pipeline_chunks={chunks} with pipeline_stages={stages}: expected 1, or more on 2 or more stages'
-        )
+    if chunks > 1 and stages == 1:
+        raise ValueError(f'pipeline_chunks={chunks} with pipeline_stages=1: expected 1, or more on 2 or more stages')
     return world_size // stages
 
 
@@ -194,7 +190,7 @@ def number_of_replicas(num_replicas, world_size, local_world_size):
 
 
 def refuse_unless_it_divides(key, value, world_size):
-    if value < 1 or world_size % value:
+    if world_size % value:
         divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ValueError(
             f'{key}={value} does not divide {world_size} ranks: use one of {divisors}, or start other ranks'
@@ -238,7 +234,7 @@ def check_expert_parallel(config, model_config, world_size):
         if config.replicate_size > 1:
             of += f' (replicate_size={config.replicate_size})'
     together = math.gcd(axes['shard'], n_experts)
-    if ranks < 1 or together % ranks:
+    if together % ranks:
         divisors = ', '.join(str(n) for n in range(1, together + 1) if together % n == 0)
         raise ValueError(
             f'{given} does not divide n_experts={n_experts} and the {axes["shard"]} {of}: use one of {divisors}, or '

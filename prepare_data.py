@@ -23,7 +23,7 @@ from there, and the files come out the same to the byte.
 
 from typing import Literal
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -37,20 +37,20 @@ class Config:
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split to read, of a hub dataset or of a folder written by save_to_disk
     dedup = False  # drop a document that equals an earlier one to the byte
-    max_left_out = 0.5  # share of the rows that may be left out, for the reasons that are printed; more is an error
-    max_tokens: int | None = None  # stop when the train split has this many; None = read everything
+    max_left_out = 0.5  # share of the rows that may be left out, for printed reasons; more is an error [>= 0, <= 1]
+    max_tokens: int | None = None  # stop when the train split has this many; None = read everything [>= 1]
     # tokens
     tokenizer = 'bpe'  # bpe (trained on the text), bytes, a tiktoken name (gpt2, ...) or a Hugging Face folder [path]
-    vocab_size = 2048  # of the BPE that is trained
-    val_fraction: float | None = None  # share of the validation split; None = 0.1 of stdlib or a text file, else 0.01
+    vocab_size = 2048  # of the BPE that is trained [>= 1]
+    val_fraction: float | None = None  # of the val split; None = 0.1 of stdlib or a text file, else 0.01 [>= 0, < 1]
     val_rule: Literal['hash', 'tail'] | None = None  # documents by hash, or a file's end; None = tail for text files
-    seed = 1337  # of the hash that chooses the validation documents
+    seed = 1337  # of the hash that chooses the validation documents [>= 0, < 4294967296]
     # files
     name: str | None = None  # of the new dataset; None = made of dataset and tokenizer, such as stdlib-bpe2048
     data_dir = 'data'  # where datasets live [path]
-    shard_tokens = 100_000_000  # tokens per shard: 200 MB for vocabularies up to 65,536
+    shard_tokens = 100_000_000  # per shard: 200 MB for vocabularies up to 65,536 [>= 1, < 2147483648]
     # system
-    num_proc: int | None = None  # processes that tokenize; None = one per core
+    num_proc: int | None = None  # processes that tokenize; None = one per core [>= 1]
     engine: Literal['auto', 'reference'] = 'auto'  # auto: gigatoken, which is faster, where it gives the same tokens
     download_only = False  # download a hub dataset into data_dir/hub, and stop
     tasks = []  # write tasks for evaluate.py to tasks/, and stop: hellaswag,mmlu, or gsm8k=FILE_OR_FOLDER
@@ -133,8 +133,6 @@ if config.dataset == 'synthetic':
 
 # --- WORKERS ----------------------------------------------------------------------------------------------------------
 config.num_proc = len(os.sched_getaffinity(0)) if config.num_proc is None else config.num_proc
-if config.num_proc < 1:
-    raise ValueError(f'num_proc={config.num_proc}: expected 1 or more')
 # Fork now, while this process is small and has no threads. It imports torch and pyarrow later; workers need neither.
 workers = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), encoding.start_worker)
 atexit.register(workers.shutdown)
@@ -175,12 +173,6 @@ if config.val_rule == 'tail' and not is_text_file:
     raise ValueError(f'val_rule=tail cuts a single text file, and dataset={config.dataset} is none: leave it out')
 if config.val_fraction is None:
     config.val_fraction = 0.1 if is_text_file or config.dataset == 'stdlib' else 0.01
-if not 0 <= config.val_fraction < 1:
-    raise ValueError(f'val_fraction={config.val_fraction}: expected at least 0 (no validation split) and below 1')
-if not 0 <= config.max_left_out <= 1:
-    raise ValueError(f'max_left_out={config.max_left_out}: expected a share of the rows, from 0 to 1')
-if not 0 < config.shard_tokens < 1 << 31:
-    raise ValueError(f'shard_tokens={config.shard_tokens}: expected 1 to 2^31 - 1 (the header has an int32)')
 if 'vocab_size' in explicit and config.tokenizer != 'bpe':
     raise ValueError(f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own')
 tokenizer_facts = describe(config.tokenizer, config.vocab_size)
@@ -211,6 +203,8 @@ if source.chat and (config.dedup or config.max_tokens):
     raise ValueError('dedup and max_tokens are for text, and these are conversations: leave them out')
 if config.fold_system and not source.chat:
     raise ValueError(f'fold_system=True is for conversations, dataset={config.dataset} holds none: leave it out')
+is_hub = sources.is_hub_name(config.dataset)
+say_without_effect('prepare_data.py', config, explicit, is_chat=bool(source.chat), is_hub=is_hub)
 if source.chat:
     tokenizer_facts.pop('bos_text', None)  # whether there is a BOS is up to the chat template
 facts = source.description

@@ -22,18 +22,19 @@ import traceback
 from importlib import metadata
 from pathlib import Path
 
-from configurator import VERSION, configure
+from configurator import VERSION, configure, say_without_effect
 from runtime.files import ROOT, code_version
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir: str | None = None  # a run's folder; None = only what concerns the machine [path]
-    lines = 40  # of the end of its train.log
+    lines = 40  # of the end of its train.log [>= 0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(Config)
+config, explicit = configure(Config)
+say_without_effect('report.py', config, explicit)
 
 PACKAGES = ('torch', 'numpy', 'triton', 'tiktoken', 'gigatoken', 'transformers', 'tokenizers', 'safetensors')
 PACKAGES += ('datasets', 'pyarrow', 'matplotlib', 'wandb', 'tensorboard', 'deepspeed', 'boto3', 'pytest')

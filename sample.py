@@ -21,14 +21,14 @@ import os
 import sys
 from typing import Literal
 
-from configurator import configure
+from configurator import configure, say_without_effect
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     # model
     out_dir = 'out/quickstart'  # the run whose model is sampled [path]
-    step: int | str | None = None  # the checkpoint of this step, or the 'best' one (keep_best); None = the newest
+    step: int | str | None = None  # the checkpoint of this step, or 'best' (of keep_best); None = the newest [>= 0]
     model: str | None = None  # instead of a run: a Hugging Face folder, or OWNER/NAME in the hub's local cache [path]
     data_dir: str | None = None  # data_dir with the run's dataset and its tokenizer; None = the run's own [path]
     tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
@@ -40,13 +40,13 @@ class Config:
     system: str | None = None  # system message; part of the user's message if the template refuses one
     chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     # sampling
-    num_samples: int | None = None  # texts per prompt, drawn independently; None = 3, or 1 with chat or prompts
-    batch_size = 16  # texts that are generated at the same time
-    max_new_tokens = 200  # the most tokens of a text; an end-of-text token ends it earlier
-    temperature = 0.8  # below 1 favours likely tokens, above 1 evens them out; 0 = always the likeliest token
-    top_k = 0  # draw from the k likeliest tokens only; 0 = all
-    top_p = 0.95  # draw from the fewest likeliest tokens that together have this probability; 0 = all
-    seed = 1337  # the same seed gives the same text, since each sample of a prompt has its own random numbers
+    num_samples: int | None = None  # texts per prompt, drawn independently; None = 3, or 1 with chat or prompts [>= 1]
+    batch_size = 16  # texts that are generated at the same time [>= 1]
+    max_new_tokens = 200  # the most tokens of a text; an end-of-text token ends it earlier [>= 1]
+    temperature = 0.8  # below 1 favours likely tokens, above 1 evens them out; 0 = always the likeliest token [>= 0]
+    top_k = 0  # draw from the k likeliest tokens only; 0 = all [>= 0]
+    top_p = 0.95  # draw from the fewest likeliest tokens that together have this probability; 0 = all [>= 0, <= 1]
+    seed = 1337  # the same seed gives the same text, since each sample of a prompt has its own random numbers [>= 0]
     show_ids = False  # also print token ids: on stderr, or with prompts as "prompt_ids" and "answer_ids"
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: fp32 if fine-tuned, else bf16 if fast
@@ -81,12 +81,6 @@ for key in ('out_dir', 'step', 'data_dir', 'tokenizer'):
         raise ValueError(f'model and {key} are both given: --model=FOLDER is no run; leave one out')
 if config.prompt and config.prompts is not None:
     raise ValueError('prompt and prompts are both given: leave one out')
-for key, least in (('num_samples', 1), ('batch_size', 1), ('max_new_tokens', 1)):
-    if (given := getattr(config, key)) is not None and given < least:
-        raise ValueError(f'{key}={given}: expected {least} or more')
-if config.temperature < 0 or config.top_k < 0 or not 0 <= config.top_p <= 1:
-    given = f'temperature={config.temperature}, top_k={config.top_k}, top_p={config.top_p}'
-    raise ValueError(f'{given}: expected temperature and top_k of 0 or more, and top_p from 0 to 1')
 if config.prompt.startswith('FILE:'):
     with open(os.path.expanduser(config.prompt.removeprefix('FILE:')), encoding='utf-8-sig') as file:
         config.prompt = file.read()
@@ -124,6 +118,7 @@ else:
     named_ends = getattr(text_config, 'eos_token_id', None)
     language = prompts.TransformersLanguage(text_tokenizer, folder, named_ends, config.chat_template_kwargs)
 vocab_size = pretrained.vocab_size if pretrained else model_config.vocab_size
+say_without_effect('sample.py', config, explicit, transformers=bool(pretrained or config.model))
 positions = pretrained and pretrained.positions or math.inf  # a GPT of model.py never runs out: it drops the older half
 
 # --- PROMPTS AS IDS ---------------------------------------------------------------------------------------------------

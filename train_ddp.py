@@ -18,7 +18,7 @@ from keys import BestKeys, Keys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys):
     # system
-    checksum_interval = 0  # steps between comparisons of all ranks' weights, bit for bit; 0 = off
+    checksum_interval = 0  # steps between comparisons of all ranks' weights, bit for bit; 0 = off [>= 0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

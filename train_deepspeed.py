@@ -25,7 +25,7 @@ from keys import BestKeys, Keys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys):
     # deepspeed
-    zero_stage = 3  # 1 shards optimizer state, 2 also gradients, 3 also weights
+    zero_stage = 3  # 1 shards optimizer state, 2 also gradients, 3 also weights [>= 1, <= 3]
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # on the host, not the GPU: moments, or all state
     deepspeed_config: str | None = None  # a DeepSpeed JSON file to use instead of the one written to out_dir [path]
 

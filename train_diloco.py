@@ -23,13 +23,13 @@ from keys import BestKeys, Keys, OuterKeys, ShardingKeys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
     # I/O [per job]
-    eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
+    eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step [>= 0]
     # fsdp [per job]
-    expert_parallel = 1  # ranks of a replica that divide the experts of a mixture; 1 = off
+    expert_parallel = 1  # ranks of a replica that divide the experts of a mixture; 1 = off [>= 1]
     # diloco [result]
-    num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
-    overlap_steps = 0  # inner steps that go on while an exchange is in flight; its result is applied after them
-    fragment_mix = 0.0  # alpha: an exchange leaves alpha * the replica's own parameters + (1 - alpha) * the outer ones
+    num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo) [>= 1]
+    overlap_steps = 0  # inner steps that go on while an exchange is in flight; its result is applied after them [>= 0]
+    fragment_mix = 0.0  # alpha: an exchange leaves alpha * own parameters + (1 - alpha) * the outer ones [>= 0, < 1]
     # diloco [per job]
     verify = False  # check on this model and these machines that replicas compute what they should, and stop
 

@@ -19,12 +19,12 @@ from keys import BestKeys, Keys, ShardingKeys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
     # data
-    context_parallel = 1  # ranks that share each sequence, for long block_size; they count as one rank; 1 = off
+    context_parallel = 1  # ranks that share each sequence, for long block_size; they count as one rank; 1 = off [>= 1]
     context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values go round the ranks one by one, or to all at once
-    tensor_parallel = 1  # ranks that split each matrix and work on the same tokens: for wide models; 1 = off
-    expert_parallel = 1  # ranks that divide the experts of a mixture and send each other tokens; 1 = off
+    tensor_parallel = 1  # ranks that split each matrix and work on the same tokens: for wide models; 1 = off [>= 1]
+    expert_parallel = 1  # ranks that divide the experts of a mixture and send each other tokens; 1 = off [>= 1]
     # fsdp
-    replicate_size = 1  # HSDP: copies of the sharded model, e.g. one per node; their gradients are averaged
+    replicate_size = 1  # HSDP: copies of the sharded model, e.g. one per node; their gradients are averaged [>= 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from keys import BestKeys, Keys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, BestKeys):
     # pipeline
-    pipeline_stages: int | None = None  # stages that hold the model; None = ranks / tensor_parallel; fewer = copies
-    pipeline_chunks = 1  # parts of the model per stage: more = a shorter bubble, but that many times the messages
-    tensor_parallel = 1  # ranks that split each matrix and work on the same tokens: for wide models; 1 = off
+    pipeline_stages: int | None = None  # stages of the model; None = ranks / tensor_parallel; fewer = copies [>= 1]
+    pipeline_chunks = 1  # parts of the model per stage: more = a shorter bubble, that many times the messages [>= 1]
+    tensor_parallel = 1  # ranks that split each matrix and work on the same tokens: for wide models; 1 = off [>= 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

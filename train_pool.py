@@ -23,11 +23,11 @@ from keys import Keys, OuterKeys, ShardingKeys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
     # diloco [result]
-    num_replicas: int | None = None  # replicas that share a global batch; jobs may be more or fewer; None = the pool's
+    num_replicas: int | None = None  # replicas per global batch, in more or fewer jobs; None = the pool's [>= 1]
     # pool [per job]
     exchange = ''  # where the jobs meet: a folder, or s3://bucket/name [per job, path]
-    quorum = 1  # a round closes only once this many deltas (what jobs have learned) are there
-    grace_s = 60.0  # seconds that a round with a quorum waits for more; a job silent for this long counts as dead
+    quorum = 1  # a round closes only once this many deltas (what jobs have learned) are there [>= 1]
+    grace_s = 60.0  # seconds that a round with a quorum waits for more; a job silent for this long counts as dead [> 0]
     keep_deltas = False  # never delete deltas, so that --replay can start from the first round
     replay = False  # recompute the outer parameters from the jobs' deltas, compare them bit for bit, and stop
 

@@ -1,6 +1,6 @@
 """
-Is data as people have it learned right, or else refused in one line? Draws rows, files, tokenizers and configurations
-at random, spoils them, and looks at what becomes of each.
+Is data as people have it learned right, or else refused in one line? Draws rows, files, tokenizers, configurations and
+keys at random, spoils them, and looks at what becomes of each.
 
     python benchmarks/fuzz.py --cases=20000 --seed=1              # failures, counts, frequent refusals: 2 to 3 minutes
     python benchmarks/fuzz.py --seconds=120 --only=rows,files     # as many as two minutes allow
@@ -12,11 +12,13 @@ Case number n of a run has the seed SEED + n, which decides all of it. A case is
     files         texts or rows in a file or folder, through text/sources.py and text/documents.py
     tokenizers    a folder with tokenizer.json and the files beside it, through text/tokenizer.py
     configs       a tiny model with its config.json and its weights, through huggingface/
+    keys          keys of a script in and out of their range, with and without effect, through configurator.py
 
 What is learned is compared with a plain reference: a loop over apply_chat_template, whole files read by json, csv, yaml
-and pyarrow, AutoTokenizer, from_pretrained. Every other case has to end as a user's mistake does (runtime/errors.py),
-with one line: that of a ValueError or OSError from this project, or a note of prepare_data.py. Anything else counts as
-a failure. All cases run in this process and call the project's functions, so most of them take milliseconds.
+and pyarrow, AutoTokenizer, from_pretrained, steps with another value of a key. Every other case has to end as a user's
+mistake does (runtime/errors.py), with one line: that of a ValueError or OSError from this project, or a note of
+prepare_data.py. Anything else counts as a failure. All cases run in this process and call the project's functions, so
+most of them take milliseconds.
 """
 
 import argparse
@@ -43,6 +45,7 @@ os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 from benchmarks.fuzzing.cases import STAYS, Refused, Wrong, is_clear
 from benchmarks.fuzzing.configs import check_config
 from benchmarks.fuzzing.files import check_files
+from benchmarks.fuzzing.keys import check_keys
 from benchmarks.fuzzing.rows import check_row
 from benchmarks.fuzzing.tokenizers import check_tokenizer
 from runtime.errors import is_users_mistake
@@ -54,6 +57,7 @@ KINDS = {
     'files': (check_files, 6),
     'tokenizers': (check_tokenizer, 2),
     'configs': (check_config, 2),
+    'keys': (check_keys, 4),
 }
 
 

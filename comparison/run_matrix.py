@@ -98,11 +98,9 @@ def check(config):
     ranks = [*config.nproc, *(variant['nproc'] for variant in config.variants.values() if 'nproc' in variant)]
     numbers = {'nproc': config.nproc and ranks, 'accumulations': config.accumulations}
     numbers |= {'inner_steps': config.inner_steps, 'zero_stages': config.zero_stages}
-    for key, values in numbers.items():
+    for key, values in numbers.items():  # the elements of lists may be of any type, and variants are of the user's
         if not values or any(type(value) is not int or value < 1 for value in values):
             raise ValueError(f'{key}={values}: expected whole numbers from 1 on, as in --{key}=2')
-    if config.repeats < 1:
-        raise ValueError(f'repeats={config.repeats}: expected 1 or more')
     try:
         shlex.split(config.launcher or '')
     except ValueError as error:

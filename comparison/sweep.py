@@ -36,8 +36,8 @@ def groups_of(config, train_keys, explicit):
         raise ValueError('a sweep has one of --strategies and of --nproc, and recipes in place of variants')
     if config.bench or config.write_only or config.resume_check:
         raise ValueError('a sweep decides by losses what runs next: leave out --bench, --write_only and --resume_check')
-    if not config.seeds or config.at_once < 1:
-        raise ValueError(f'seeds={config.seeds}, at_once={config.at_once}: expected a seed and a run, or more')
+    if not config.seeds:
+        raise ValueError('seeds=[]: expected one seed or more')
     for key, values in config.sweep.items():
         if not isinstance(values, list | tuple) or not values or len({*map(str, values)}) < len(values):
             raise ValueError(f'sweep: {key}={values!r}: expected several different values, as in [1e-3, 2e-3, 4e-3]')

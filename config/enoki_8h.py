@@ -20,8 +20,7 @@ z_loss = 1e-4
 batch_size = 8  # 8 sequences x 4 ranks x 16 micro-steps = 512; 16 ranks take 4 micro-steps, 64 ranks 1
 global_batch_size = 512  # x 2048 = 1,048,576 tokens per step
 
-optimizer = 'adana'  # --optimizer=adamw for the baseline: it gets the learning rate and weight decay that are its own
-beta2 = 0.999  # of adamw in the paper; adana has none
+optimizer = 'adana'  # baseline: --optimizer=adamw --beta2=0.999, which gets its own learning rate and weight decay
 grad_clip = 0.5
 lr_rule = 32  # learning rate as fitted at 32 sequences per step, hence one warning; 512: 1.49e-3
 lr_schedule = 'cos_inf'  # warm-up from 1% of the peak, cosine down to 10%

@@ -20,8 +20,7 @@ z_loss = 1e-4
 batch_size = 8  # what must fit: 16 and 24 heads may need 4, or --activation_checkpointing=selective
 global_batch_size = 512
 
-optimizer = 'adana'  # or 'adamw', 'adamw-decay', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon'
-beta2 = 0.999  # of adamw in the paper; adana has none
+optimizer = 'adana'  # or dana-mk4, dana-star-mk4; with --beta2=0.999 adamw, adamw-decay, ademamix, muon
 grad_clip = 0.5
 lr_schedule = 'cos_inf'
 
@@ -29,3 +28,4 @@ eval_interval = 200
 eval_iters = 10
 checkpoint_interval = 1000
 wandb_group = 'enoki-ladder'  # each rung is a run in it, named after its out_dir
+wandb_log = False  # --wandb_log

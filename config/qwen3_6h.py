@@ -19,8 +19,7 @@ z_loss = 1e-4
 batch_size = 8
 global_batch_size = 512  # x 2048 = 1,048,576 tokens per step, 3363 steps
 
-optimizer = 'adana'
-beta2 = 0.999  # of adamw in the paper; adana has none
+optimizer = 'adana'  # or --optimizer=adamw --beta2=0.999, as in the paper
 grad_clip = 0.5
 lr_schedule = 'cos_inf'
 

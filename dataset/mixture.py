@@ -48,7 +48,7 @@ def parse_stages(keys):
     stages = list(keys['dataset_stages'])
     for stage in stages:
         is_pair = isinstance(stage, (tuple, list)) and list(map(type, stage)) in ([int, str], [float, str])
-        if not is_pair or stage[0] < 0 or (isinstance(stage[0], float) and stage[0] >= 1):
+        if not is_pair or (isinstance(stage[0], float) and stage[0] >= 1):
             raise ValueError(
                 f"dataset_stages: {stage!r} is no stage: expected ((0.9, 'NAME:SHARE,...'), ...), each from a part of "
                 'the run below 1.0 on, or from a step on, as 9000'

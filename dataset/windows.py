@@ -325,8 +325,6 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
     Raises FileNotFoundError for a dataset, split or file that does not exist; ValueError for a damaged one, for an id
     known to be outside the vocabulary, and for data that are too short for block_size.
     """
-    if block_size < 1 or (vocab_size is not None and vocab_size < 1):
-        raise ValueError(f'block_size={block_size}, vocab_size={vocab_size}: expected 1 or more')
     if dataset == 'synthetic':
         tokens = RandomTokens(vocab_size or SYNTHETIC_VOCAB_SIZE, split)
         return DATASET_CLASSES[windows](

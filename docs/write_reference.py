@@ -14,7 +14,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from configurator import class_named, read_knobs
+from configurator import class_named, read_knobs, types_of
 
 REFERENCE = REPO / 'docs' / 'reference'
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
@@ -50,7 +50,7 @@ def cell(text):
 
 
 def accepts(knob):
-    types = [kind for kind in knob.types if kind == 'None' or not knob.choices]
+    types = [kind for kind in types_of(knob) if kind == 'None' or not knob.choices]
     return ' or '.join([f'`{choice!r}`' for choice in knob.choices] + types) or 'any'
 
 

@@ -155,6 +155,4 @@ def tasks_of(config, pretrained, device):
     options = {'tensor_parallel': vars(config).get('tensor_parallel', 1)}
     if files:
         options |= {'as_chat': config.eval_tasks_chat, 'limit': config.eval_tasks_limit}
-        if config.eval_tasks_limit is not None and config.eval_tasks_limit < 1:
-            raise ValueError(f'eval_tasks_limit={config.eval_tasks_limit}: expected 1 or more')
     return Evaluation(files, encoder, config.block_size, pretrained, config.batch_size, device, **options)

@@ -178,12 +178,8 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, uniform=None):
 
     top_k: draw only among the k likeliest tokens. top_p: draw only among the fewest likeliest tokens whose
     probabilities add up to top_p or more (nucleus sampling, Holtzman et al., arXiv 1904.09751); applied after top_k.
-    None or 0 turn them off. uniform: a random number from 0 to 1 for each row (B); None = draw them here. Raises
-    ValueError for values out of range.
+    None or 0 turn them off. uniform: a random number from 0 to 1 for each row (B); None = draw them here.
     """
-    if temperature < 0 or (top_k or 1) < 1 or not 0 < (top_p or 1) <= 1:
-        given = f'temperature={temperature}, top_k={top_k}, top_p={top_p}'
-        raise ValueError(f'{given}: expected temperature >= 0, top_k >= 1 and top_p above 0 and at most 1')
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)

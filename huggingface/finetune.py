@@ -144,14 +144,6 @@ class Pretrained:
             advice = f'use --block_size={positions} or less'
             advice += f', or --yarn={math.ceil(block_size / positions)}' if rotation.of(text) else ''
             raise ValueError(f'block_size={block_size}: {folder} ({self.arch}) has {positions} positions: {advice}')
-        if self.lora_rank < 0 or (self.lora_rank and self.lora_alpha <= 0):
-            given = f'lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}'
-            raise ValueError(f'{given}: expected 0 (off) or more, and above 0')
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f'lora_dropout={self.lora_dropout}: expected 0 (off) to below 1')
-        for key in ('lora_dropout', 'lora_rslora', 'modules_to_save'):
-            if getattr(self, key) and not self.lora_rank:
-                raise ValueError(f'{key}={getattr(self, key)} without LoRA: give a --lora_rank, as 16, or leave it out')
         if self.frozen_dtype == 'nf4' and not self.lora_rank:
             raise ValueError(
                 'frozen_dtype=nf4 without LoRA, which learns beside what 4 bits have made of the weights: '
@@ -182,6 +174,12 @@ class Pretrained:
         resumed run may change frozen_dtype, but not this."""
         is_exact = self.frozen_dtype is None or (self.frozen_dtype == 'bfloat16' and self.is_bfloat16)
         return 'float32' if is_exact else self.frozen_dtype
+
+    @property
+    def has_dropout(self):
+        """Whether the class has dropout that the key `dropout` sets, by the names in its configuration."""
+        names = [name for name in vars(self.config.get_text_config()) if DROPOUT.search(name)]
+        return any(not re.search('classifier|summary', name) for name in names)
 
     def holds_another_head(self):
         """Whether the files hold different tensors where by config.json the model has a single tied parameter. In this

@@ -72,20 +72,18 @@ def fill_from_heads(config, explicit):
         raise ValueError(f'heads={heads}: expected {fewest} or more with arch={arch!r}')
     run, filled, notes = dict(config), {}, []
 
-    def settle(above=0, **by_rule):
+    def settle(**by_rule):
         for key, value in by_rule.items():
             if key not in explicit or config[key] is None:
                 run[key] = filled[key] = value
-            elif config[key] <= above:
-                raise ValueError(f'{key}={config[key]}: expected more than {above}')
 
     settle(n_layer=heads * layers // per_heads, n_head=heads, head_dim=head_dim)
     settle(n_embd=run['head_dim'] * run['n_head'])
-    settle(mlp_hidden_dim=mlp_ratio * run['n_embd'], attention_gate=gate, above=-1)
+    settle(mlp_hidden_dim=mlp_ratio * run['n_embd'], attention_gate=gate)
     non_embedding, total = rule_counts(run)
     batch = (config['global_batch_size'], config['block_size'])  # sequences x tokens
     settle(max_iters=max(1, 20 * total // max(1, math.prod(batch))))  # 20 tokens per parameter
-    settle(warmup_iters=run['max_iters'] // 50, above=-1)
+    settle(warmup_iters=run['max_iters'] // 50)
     if 'learning_rate' in explicit:
         settle(learning_rate=None)
     elif config.get('parametrization', 'standard') != 'standard':
@@ -107,7 +105,7 @@ def fill_from_heads(config, explicit):
         settle(wd_ts=max(1, run['max_iters'] // 10))
         span = 'wd_ts'
     rate = 1 if optimizer in DANA_FAMILY else run['learning_rate']  # others decay by learning rate x weight_decay
-    settle(weight_decay=config['omega'] / (rate * run[span]), above=-1)
+    settle(weight_decay=config['omega'] / (rate * run[span]))
     if 'weight_decay' in filled and 'learning_rate' in explicit and optimizer not in DANA_FAMILY:
         formula = f'omega / (learning_rate * {span}) = {config["omega"]:g} / ({rate:g} * {run[span]})'
         notes.append(f'weight_decay={run["weight_decay"]:.4g} is {formula}; or set --weight_decay')

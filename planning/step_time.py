@@ -80,11 +80,11 @@ def cpu_cluster(gpus, node_gpus, cores, gb):
 
 
 def check_nodes(gpus, node_gpus):
-    if gpus < 1 or node_gpus < 1 or (gpus > node_gpus and gpus % node_gpus):
-        nearest = [n * node_gpus for n in (gpus // node_gpus, gpus // node_gpus + 1) if n > 0 and node_gpus > 0]
+    if gpus > node_gpus and gpus % node_gpus:
+        nearest = [n * node_gpus for n in (gpus // node_gpus, gpus // node_gpus + 1)]
         raise ValueError(
             f'gpus={gpus} on nodes of node_gpus={node_gpus}: expected full nodes, as '
-            f'--gpus={" or ".join(map(str, nearest)) or 8}'
+            f'--gpus={" or ".join(map(str, nearest))}'
         )
 
 

@@ -72,17 +72,15 @@ OWN_KEYS = {key for key, knob in read_knobs(Path(ROOT, 'train_pool.py')).items()
 
 def number_of_replicas(config):
     """How many replicas share a global batch: the key num_replicas, or if that is None the value of the pool that the
-    job joins. Raises ValueError if the pool's keys are missing or out of range."""
+    job joins. Raises ValueError if the pool's keys are missing."""
     if not config.exchange:
         raise ValueError('where do the jobs meet? Give --exchange=FOLDER, or an address such as s3://bucket/name')
     if importlib.util.find_spec('xxhash') is None:
         raise ValueError('exchange needs a package that is missing: pip install xxhash')
-    if config.quorum < 1 or config.grace_s <= 0:
-        raise ValueError(f'quorum={config.quorum}, grace_s={config.grace_s}: expected 1 or more deltas, and seconds')
     if config.num_replicas is None:
         with contextlib.suppress(FileNotFoundError):
             return json.loads(open_store(config.exchange).read('pool.json'))['keys']['num_replicas']
-    if (config.num_replicas or 0) < 1:
+    if config.num_replicas is None:
         raise ValueError(f'exchange={config.exchange}: say how many replicas share a batch, as --num_replicas=8')
     return config.num_replicas
 

@@ -26,6 +26,7 @@ import data
 import float8
 import meshes
 import optim
+from configurator import without_effect
 from evaluation import in_run
 from huggingface import finetune, lora, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
@@ -282,6 +283,17 @@ def fill_in(run):
     fill_compile(run)
     check_layout(run)
     best.check_keys(vars(run.config))
+    check_effects(run)
+
+
+def check_effects(run):
+    """Note which keys were set and are not read. The conditions are in keys.py."""
+    config, pretrained = run.config, None if run.config.native else run.pretrained
+    facts = {'transformers': pretrained is not None, 'has_dropout': pretrained and pretrained.has_dropout}
+    facts |= {'is_chat': run.train_data.is_chat, 'ends_at_s': None}
+    if 'stop_before_end_s' in run.explicit:
+        facts['ends_at_s'] = stopping.end_of_slurm_job()
+    run.notes += without_effect(f'train_{run.strategy}.py', config, run.explicit, **facts)
 
 
 def fill_axes(run):
@@ -289,7 +301,7 @@ def fill_axes(run):
     config = run.config
     if run.strategy == 'pipeline':
         if config.pipeline_stages is None:
-            config.pipeline_stages = max(1, run.ranks // max(1, config.tensor_parallel))
+            config.pipeline_stages = max(1, run.ranks // config.tensor_parallel)
         meshes.ranks_of_stage(vars(config), run.ranks)
     elif run.strategy == 'diloco':
         nodes = processes.local_world_size()
@@ -347,8 +359,14 @@ def fill_data(run):
     if longest > config.block_size + 1:
         whole = longest - 1  # the last token is only ever a target
         most = min(whole, pretrained.positions or whole)
-        keeps = 'keeps every conversation whole' if most == whole else 'is the most that this model has positions for'
-        run.notes.append(f'--block_size={most} {keeps}')
+        wider = f'; the model has positions for --block_size={most}' if most > config.block_size else ''
+        if most < whole:
+            wider = wider or ', all positions that the model has'
+            run.notes.append(
+                f'the longest conversation needs {whole:,} tokens, block_size is {config.block_size:,}{wider}'
+            )
+        else:
+            run.notes.append(f'--block_size={most} keeps every conversation whole')
     if train_data.is_packed and not config.packing:
         run.notes.append(line_of_padding(run, longest))
 

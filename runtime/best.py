@@ -15,8 +15,6 @@ import math
 
 def check_keys(keys):
     """Raise ValueError if keep_best or patience is set and other keys leave no loss to compare or no checkpoint."""
-    if keys.get('patience', 0) < 0:
-        raise ValueError(f'patience={keys["patience"]}: expected 1 evaluation or more, or 0 = train to the end')
     for key in ('keep_best', 'patience'):
         if keys.get(key) and not keys['eval_iters']:
             raise ValueError(f'{key}={keys[key]} with eval_iters=0: there is no val_loss to go by')

@@ -277,9 +277,6 @@ class Saver:
     """
 
     def __init__(self, out_dir, keep, async_save=False, say=print, permanent_interval=0, save_errors='stop'):
-        if keep < 0 or permanent_interval < 0:
-            given = f'keep_checkpoints={keep}, permanent_interval={permanent_interval}'
-            raise ValueError(f'{given}: expected 0 (none) or more')
         self.folder, self.keep = os.path.join(out_dir, 'checkpoints'), keep
         self.permanent_interval, self.save_errors, self.failure = permanent_interval, save_errors, None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

@@ -88,8 +88,8 @@ class Log:
         write_config(out_dir / 'config.json', config, flops_per_token)
         self._wandb = start_wandb(out_dir, config, self.say) if config['wandb_log'] else None
         self._tensorboard = start_tensorboard(out_dir, start_step) if config['tensorboard_log'] else None
-        looks_only = config.get('eval_only')  # and cuts nothing
-        self._last_step = cut_rows(out_dir / 'metrics.jsonl', math.inf if looks_only else start_step)
+        self._looks_only = config.get('eval_only')  # and cuts nothing
+        self._last_step = cut_rows(out_dir / 'metrics.jsonl', math.inf if self._looks_only else start_step)
         self._path, self._rows = out_dir / 'metrics.jsonl', None  # opened by the first row
 
     def say(self, text, console=True):
@@ -172,7 +172,7 @@ class Log:
 
     def _lines(self, step, values):
         """`step 20/100 | loss 3.2 | ... | eta 0:01:20`, `step 20/100 | val loss 3.3`; the ETA is of training alone."""
-        at = f'step {step:{len(str(self._max_iters))}}/{self._max_iters}'
+        at = f'step {step}' if self._looks_only else f'step {step:{len(str(self._max_iters))}}/{self._max_iters}'
         texts = [''.join(form.format(values[key]) for key, form in part.items() if key in values) for part in CONSOLE]
         if texts[2].startswith(','):  # in a pool nothing is known of the other jobs' directions
             texts[2] = f' | outer step:{texts[2][1:]}'

@@ -142,7 +142,6 @@ def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tm
         ({'nproc': [0]}, ['nproc=[0]', '--nproc=2']),
         ({'nproc': ['two']}, ['nproc']),
         ({'nproc': [2, 3]}, ['ddp-2ranks', 'not a multiple of 16']),
-        ({'repeats': 0}, ['repeats=0']),
         ({'baseline': 'fsdp'}, ["'fsdp'", ' ddp']),
         ({'variants': {'ddp': {}}}, ['two runs', "'ddp'"]),
         ({'variants': {'a/b': {}}}, ["'a/b'", 'label']),

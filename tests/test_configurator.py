@@ -8,12 +8,14 @@ import subprocess
 import sys
 
 import pytest
-from launch import REPO, environment, run_script
+from launch import REPO, TINY_MODEL, environment, run_script
 
-from configurator import checked, parse, read_knobs
+import keys
+from configurator import Mistake, checked, closest, parse, read_knobs, run_config_file, without_effect
 from keys import OTHER_TRAINERS
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
+SCRIPTS = sorted(path.name for path in REPO.glob('*.py') if read_knobs(path))
 
 SCRIPT = """
 '''What the script does.'''
@@ -38,12 +40,15 @@ class Config:
     betas = (0.9, 0.95)  # decay of the moments
     layers = [1, 2]
     use_bias = True  # biases
+    share: float | None = None  # of all [result, > 0, < 1]
+    step: int | str = 'best'  # or a number [>= 0]
+    sizes = [1]  # of each [>= 1]
 
 outside = 1  # not a key
 config, explicit = configure(Config)
 """
 KEYS = ['batch_size', 'block_size', 'name', 'learning_rate', 'mode', 'precision', 'rule', 'betas', 'layers']
-KEYS += ['use_bias']
+KEYS += ['use_bias', 'share', 'step', 'sizes']
 
 
 @pytest.fixture
@@ -258,7 +263,7 @@ def test_a_flag_of_another_trainer_is_answered_with_our_key(error):
     ('argument', 'key', 'value'),
     [
         ('--learning_rate=1', 'learning_rate', 1.0),
-        ('--learning_rate=inf', 'learning_rate', math.inf),
+        ('--learning_rate=1e3', 'learning_rate', 1000.0),
         ('--batch_size=1e3', 'batch_size', 1000),
         ('--batch_size=-2', 'batch_size', -2),
         ('--block_size=64', 'block_size', 64),
@@ -284,6 +289,11 @@ def test_a_flag_of_another_trainer_is_answered_with_our_key(error):
         ('--precision=None', 'precision', None),
         ('--precision=fp16', 'precision', 'fp16'),
         ('--rule=512', 'rule', 512),
+        ('--share=.5', 'share', 0.5),
+        ('--share=None', 'share', None),
+        ('--step=0', 'step', 0),
+        ('--step=best', 'step', 'best'),
+        ('--sizes=2,1', 'sizes', [2, 1]),
     ],
 )
 def test_a_value_on_the_command_line_takes_the_type_of_its_key(run, argument, key, value):
@@ -318,6 +328,12 @@ def test_a_list_takes_the_words_after_its_bare_flag(run, error):
         ('--mode=faster', ['--mode', "expects 'slow' or 'fast' or 'very fast'", "'faster'"]),
         ('--precision=fp8', ['--precision', "expects 'bf16' or 'fp16' or None", "'fp8'"]),
         ('--rule=64', ['--rule', 'expects 32 or 512', "'64'"]),
+        ('--share=1', ['--share expects float > 0 and < 1 or None, given 1']),
+        ('--share=nan', ['--share expects float > 0 and < 1 or None, given nan']),
+        ('--step=-1', ['--step expects int >= 0 or str, given -1']),
+        ('--step=nan', ['--step expects int >= 0 or str, given nan']),
+        ('--sizes=2,0', ['--sizes expects list of numbers >= 1, given (2, 0)']),
+        ('--learning_rate=inf', ['--learning_rate expects float, given inf']),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_given_and_expected(error, argument, said):
@@ -332,6 +348,22 @@ def test_an_unknown_key_is_refused_with_the_closest_name(error):
     assert 'outside' in error('--outside=4')
 
 
+def test_a_slip_of_the_finger_is_recognized_in_every_key():
+    knobs = read_knobs(REPO / 'train_fsdp.py')
+    for key in (key for key in knobs if len(key) > 6):
+        middle = len(key) // 2
+        without, doubled = key[:middle] + key[middle + 1 :], key[:middle] + key[middle] + key[middle:]
+        for slip in (without, doubled, key.replace('_', ''), key.replace('_', '-').replace('-', '_')):
+            assert slip in knobs or closest(slip, knobs) == key, (slip, closest(slip, knobs))
+
+
+@pytest.mark.parametrize(
+    'word', ['optimizer_in_bwd', 'model', 'loss', 'profiler', 'quantizer', 'packed', 'eval_batch_size', 'cfg', 'epoch']
+)
+def test_a_word_for_something_else_gets_no_wrong_hint(word):
+    assert closest(word, read_knobs(REPO / 'train_fsdp.py')) is None
+
+
 def test_a_key_of_another_train_script_is_refused_on_the_command_line_with_that_script(error):
     assert 'train_other.py has it' in error('--zero_stage=2')
 
@@ -341,6 +373,208 @@ def test_a_stray_word_is_refused_with_what_was_meant(error):
     assert 'did you mean --use_bias=False ?' in error('--use_bias', 'False')
     assert 'did you mean --batch_size=4 ?' in error('batch_size=4')
     assert re.search("'what' .*config file", error('what'))
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+FORMS = {'list': lambda number: [number], 'tuple': lambda number: ((number, 'a'),)}
+
+
+def holds_numbers(knob):
+    default = knob.default if isinstance(knob.default, (list, tuple)) else ()
+    is_number = {'int', 'float'} & set(knob.types) and not knob.choices
+    return bool(is_number or knob.bounds or any(type(element) in (int, float) for element in default))
+
+
+def is_refused(read, given, knob):
+    with pytest.raises(Mistake, match=r'^key expects .*, given [^\n]*$') as refused:
+        read(given, knob, 'key')
+    assert ' and '.join(knob.bounds) in str(refused.value)
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_each_number_of_a_script_has_a_range_and_what_is_outside_is_refused_in_one_line(script):
+    outside = {}
+    for key, knob in read_knobs(REPO / script).items():
+        if not holds_numbers(knob):
+            continue
+        assert knob.bounds, f'{key} of {script} has no range: [> 0], [>= 0, < 1], ... at the end of its comment'
+        as_given = next((form for kind, form in FORMS.items() if kind in knob.types), lambda number: number)
+        step = 1e-3 if 'float' in knob.types else 1
+        for sign, bound in map(str.split, knob.bounds):
+            bound = float(bound) if 'float' in knob.types else int(bound)
+            inwards = step if sign[0] == '>' else -step
+            checked(as_given(bound if '=' in sign else bound + inwards), knob, key)
+            outside.setdefault(key, []).append(bound - inwards if '=' in sign else bound)
+        for number in (*outside[key], math.nan, math.inf, -math.inf):
+            is_refused(checked, as_given(number), knob)
+            is_refused(parse, str(as_given(number)), knob)
+    for key, numbers in list(outside.items())[:1]:  # and by the script itself
+        command = [sys.executable, REPO / script, f'--{key}={numbers[0]}']
+        said = subprocess.run(command, capture_output=True, text=True)
+        assert (said.returncode, said.stderr.count('\n')) == (2, 1) and f'--{key} expects' in said.stderr, said.stderr
+
+
+# --- keys without effect ----------------------------------------------------------------------------------------------
+
+# {script: {keys: (what of a run makes them read, what does not)}}, in keys and facts beside the defaults.
+FSDP, DILOCO = 'train_fsdp.py', 'train_diloco.py'
+READ = {
+    FSDP: {
+        'resume=never': ({}, {'eval_only': True}),
+        'eval_interval=7 val_dataset=x': ({}, {'eval_iters': 0}),
+        'checkpoint_interval=7 permanent_interval=7 save_errors=continue async_checkpoint=True': (
+            {},
+            {'keep_checkpoints': 0},
+        ),
+        'wandb_project=x wandb_group=x wandb_run_name=x': ({'wandb_log': True}, {}),
+        'windows=stream': ({}, {'is_chat': True}),
+        'trust_remote_code=True': ({'transformers': True}, {}),
+        'lr_rule=512': ({'heads': 8}, {}),
+        'experts_per_token=2 expert_hidden_dim=8 router_bias=0.1 router_aux=0.1 router_z=0.1': ({'n_experts': 8}, {}),
+        'dropout=0.1': ({'transformers': True, 'has_dropout': True}, {'transformers': True}),
+        'lora_alpha=8.5 lora_targets=q_proj lora_dropout=0.1 lora_rslora=True modules_to_save=norm': (
+            {'lora_rank': 4},
+            {'lora_rank': 0},
+        ),
+        'omega=2.5': ({'optimizer': 'adana'}, {}),
+        'kappa=0.5 delta=4.5': ({'optimizer': 'dana-mk4'}, {'optimizer': 'muon'}),
+        'beta1=0.5 beta2=0.5': ({'optimizer': 'muon'}, {'optimizer': 'adana'}),
+        'wd_ts=9': ({'optimizer': 'adamw-decay'}, {'optimizer': 'ademamix'}),
+        'lr_decay_iters=9 min_lr=0.1': ({}, {'lr_schedule': 'constant'}),
+        'tf32=True': ({'device': 'cuda:0'}, {'device': 'cpu'}),
+        'stop_before_end_s=9': ({'ends_at_s': 1e9}, {'ends_at_s': math.inf}),
+        'eval_tasks_interval=9 eval_tasks_limit=9 eval_tasks_chat=True': ({'eval_tasks': ['a.jsonl']}, {}),
+        'prefetch=0': ({'fsdp_impl': 'manual'}, {}),
+        'context_impl=gather': ({'context_parallel': 2}, {}),
+    },
+    DILOCO: {
+        'exchange_k=128': ({'exchange_dtype': 'top2bit'}, {'exchange_dtype': 'int8'}),
+        'error_feedback=True': ({'exchange_dtype': 'int8'}, {}),
+        'error_decay=0.5': ({'exchange_dtype': 'int8', 'error_feedback': True}, {'exchange_dtype': 'int8'}),
+    },
+    'sample.py': {
+        'top_k=3 top_p=0.5 seed=2': ({}, {'temperature': 0.0}),
+        'data_dir=x': ({}, {'transformers': True}),
+        'trust_remote_code=True': ({'transformers': True}, {}),
+    },
+    'evaluate.py': {
+        'step=4': ({'is_run': True}, {}),
+        'data_dir=x': ({}, {'transformers': True}),
+        'trust_remote_code=True': ({'transformers': True}, {}),
+    },
+    'export_model.py': {
+        'data_dir=x': ({}, {'transformers': True}),
+        'trust_remote_code=True': ({'transformers': True}, {}),
+        'max_shard_size=1GB': ({}, {'adapter': True}),
+    },
+    'prepare_data.py': {
+        'fold_system=True': ({'is_chat': True}, {}),
+        'source_config=x': ({'is_hub': True}, {}),
+        'seed=2': ({'val_rule': 'hash', 'val_fraction': 0.1}, {'val_rule': 'tail', 'val_fraction': 0.1}),
+    },
+    'report.py': {'lines=3': ({'out_dir': 'out'}, {})},
+    'compare.py': {
+        'gpus=3 node_gpus=3 gpu=cpu measured=x cores=3': ({'plan': True}, {}),
+        'links=x': ({'bench_links': True}, {}),
+        'keys=x output=x': ({'plot': ['out']}, {}),
+        'seeds=3 at_once=3': ({'sweep': {'seed': [1]}}, {}),
+        'inner_steps=3': ({'strategies': ['diloco']}, {'strategies': ['ddp']}),
+        'zero_stages=2': ({'strategies': ['fsdp']}, {'strategies': ['ddp']}),
+    },
+}
+CASES = [
+    (script, setting, *ways)
+    for script, settings in READ.items()
+    for settings, ways in settings.items()
+    for setting in settings.split()
+]
+
+
+def lines_of(script, setting, given, where='command line', **more):
+    """without_effect() of a run with one key set, as by configure()."""
+    knobs = read_knobs(REPO / script)
+    defaults = type('Config', (), {key: knob.default for key, knob in knobs.items()})
+    config, (key, text) = defaults(), setting.split('=')
+    vars(config).update({key: knob.default for key, knob in knobs.items()})
+    vars(config).update({name: value for name, value in given.items() if name in knobs})
+    facts = {name: value for name, value in given.items() if name not in knobs}
+    setattr(config, key, parse(text, knobs[key], key))
+    return without_effect(script, config, {key: where, **more}, **facts)
+
+
+@pytest.mark.parametrize(('script', 'setting', 'read', 'unread'), CASES)
+def test_a_key_that_is_set_and_not_read_says_so(script, setting, read, unread):
+    key = setting.split('=')[0]
+    assert lines_of(script, setting, read) == []
+    begins = f'{setting} has no effect here, only '
+    if key in keys.REFUSED:
+        with pytest.raises(ValueError, match=re.escape(begins)):
+            lines_of(script, setting, unread)
+    else:
+        (line,) = lines_of(script, setting, unread)
+        assert line.startswith(f'WARNING: {begins}') and '\n' not in line
+
+
+def test_these_are_all_keys_that_are_not_always_read():
+    declared = {(script, key) for script, rows in keys.READ_IF.items() for names in rows for key in names.split()}
+    tested = [(script if script in keys.READ_IF else 'train', setting.split('=')[0]) for script, setting, *_ in CASES]
+    assert sorted(declared) == sorted(tested)
+
+
+def test_a_rule_that_another_key_overrides_is_not_read():
+    assert lines_of(FSDP, 'omega=2', {'optimizer': 'adana'}, weight_decay='command line')
+    assert lines_of(FSDP, 'omega=2', {'heads': 8}) == []
+    assert lines_of(FSDP, 'lr_rule=512', {'heads': 8}, learning_rate='command line')
+
+
+def test_a_run_says_it_once_for_each_key(tmp_path):
+    keys = ['--dry_run', '--dataset=synthetic', '--vocab_size=97', *TINY_MODEL, f'--out_dir={tmp_path / "out"}']
+    said = run_script('train_fsdp.py', *keys, '--device=cpu', '--prefetch=0', '--kappa=0.5', '--tf32').stdout
+    assert said.count('has no effect here') == 3
+    assert 'WARNING: kappa=0.5 has no effect here, only with --optimizer=adana, ' in said
+    refused = run_script('train_fsdp.py', *keys, '--lora_dropout=0.1', check=False)
+    assert refused.stderr.count('\n') == 1 and 'lora_dropout=0.1 has no effect here, only with LoRA' in refused.stderr
+    assert run_script('report.py', '--lines=3').stderr == (
+        "WARNING: lines=3 has no effect here, only with a run's folder as --out_dir\n"
+    )
+
+
+def test_what_is_off_asks_for_nothing():
+    for off in ('router_bias=0', 'error_feedback=False', 'async_checkpoint=False', 'wandb_group=None'):
+        script = DILOCO if 'error' in off else FSDP
+        assert lines_of(script, off, {'keep_checkpoints': 0}) == [], off
+
+
+SHIPPED = [
+    (path.stem, script)
+    for path in sorted((REPO / 'config').glob('*.py'))
+    for script in SCRIPTS
+    if script in path.read_text()
+    and script in keys.READ_IF
+    or script.startswith('train_')
+    and script in path.read_text()
+]
+
+
+@pytest.mark.parametrize(('name', 'script'), SHIPPED)
+def test_the_files_in_config_set_no_key_in_vain(name, script):
+    path, knobs = str(REPO / 'config' / f'{name}.py'), read_knobs(REPO / script)
+    defaults = {key: knob.default for key, knob in knobs.items()}
+    given = {key: value for key, value in run_config_file(path, defaults).items() if key in knobs}
+    config = type('Config', (), defaults)()
+    vars(config).update(defaults | given)
+    facts = {'transformers': given.get('init_from', 'scratch') != 'scratch', 'has_dropout': True}
+    assert without_effect(script, config, dict.fromkeys(given, path), **facts) == []
+
+
+def test_a_key_of_a_file_counts_if_the_file_names_the_script(tmp_path):
+    path = tmp_path / 'a.py'
+    path.write_text('# torchrun train_fsdp.py config/a.py\n')
+    assert lines_of(FSDP, 'prefetch=0', {}, str(path))
+    path.write_text('# torchrun train_ddp.py config/a.py\n')
+    assert lines_of(FSDP, 'prefetch=0', {}, str(path)) == []
 
 
 # --- config files -----------------------------------------------------------------------------------------------------

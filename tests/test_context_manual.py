@@ -474,7 +474,6 @@ def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path
     ('changes', 'message'),
     [
         (dict(context_parallel=3), 'context_parallel=3 .* 4 ranks: .* 1, 2, 4'),
-        (dict(context_parallel=0), ' 1, 2, 4'),
         (dict(block_size=4), ' 8, .*context_parallel=4 .*--block_size=8'),
         (dict(dropout=0.1), 'dropout=0.1 .*context_parallel=4.*--dropout=0'),
     ],

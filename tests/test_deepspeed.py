@@ -377,7 +377,6 @@ KEYS |= {'lr_schedule': 'cosine', 'optimizer_dtype': 'float32'}
 @pytest.mark.parametrize(
     ('changes', 'words'),
     [
-        ({'zero_stage': 0}, 'zero_stage=0: .*1, 2 or 3'),
         ({'optimizer': 'muon'}, 'optimizer=muon: '),
         ({'optimizer_dtype': 'int8'}, 'optimizer_dtype=int8: .* leave it out'),
         ({'zero_stage': 3, 'compile': True}, 'use --compile=False'),

@@ -672,8 +672,6 @@ def mesh():
         (lambda: Pair(tied=True), lambda m: [m.first, m.second], {}, 'second.weight is tied '),
         (lambda: Pair(scalar=True), lambda m: [m.first, m.second], {}, 'temperature '),
         (Pair, lambda m: [m.first, m.second], {'compute_dtype': torch.float8_e4m3fn}, 'float8_e4m3fn'),
-        (Pair, lambda m: [m.first, m.second], {'zero_stage': 4}, 'zero_stage=4'),
-        (Pair, lambda m: [m.first, m.second], {'prefetch': -1}, 'prefetch=-1'),
     ],
 )
 def test_what_cannot_be_sharded_gets_one_line(mesh, make, blocks, options, message):
@@ -691,12 +689,11 @@ def test_a_model_is_sharded_once(mesh):
         fsdp_manual.shard(model, [model.first, model.second], mesh)
 
 
-@pytest.mark.parametrize('arguments, message', [(['--zero_stage=1'], 'zero_stage=1'), (['--zero_stage=4'], 'expected')])
-def test_a_stage_that_the_implementation_lacks_gets_one_line(tmp_path, arguments, message):
-    job = Job('train_fsdp.py', ['--dataset=synthetic', '--vocab_size=97', *arguments], 1, tmp_path / 'log')
+def test_a_stage_that_the_implementation_lacks_gets_one_line(tmp_path):
+    job = Job('train_fsdp.py', ['--dataset=synthetic', '--vocab_size=97', '--zero_stage=1'], 1, tmp_path / 'log')
     assert job.wait() == [1]
     (line,) = job.text().splitlines()
-    assert 'error' in line and message in line and '--fsdp_impl=manual' in line
+    assert 'error: zero_stage=1' in line and '--fsdp_impl=manual' in line
 
 
 def test_a_rank_that_stops_answering_ends_the_others_within_timeout_s(tmp_path):

@@ -115,7 +115,6 @@ def test_a_mixture_that_cannot_be_is_refused_in_one_line(sources, text, problem)
     [
         ((0.5, 'web'), '0.5 is no stage'),
         (((1.5, 'web'),), 'is no stage'),
-        (((-3, 'web'),), 'is no stage'),
         (((0.9, 'web'), (0.5, 'code')), r'\[90, 50\]'),
         (((0.001, 'web'),), r'\[0\]'),
         (((0.5, 'web:0.7,code:x'),), "'code' has no share"),

@@ -498,11 +498,8 @@ def test_each_replica_goes_on_with_its_own_load(data_dir, tmp_path):
         ({'arch': 'enoki'}, 'n_experts=8 with arch=enoki: .*--arch=qwen3'),
         ({'experts_per_token': 9}, 'experts_per_token=9: expected 1 to 8'),
         ({'experts_per_token': 0}, 'experts_per_token=0: expected 1 to 8'),
-        ({'expert_hidden_dim': 0}, 'expert_hidden_dim=0: expected 1 or more'),
-        ({'n_experts': -1}, 'n_experts=-1'),
         ({'parametrization': 'mup', 'base_width': 20}, "parametrization='mup'.*--parametrization=standard"),
         ({'bias': True}, 'bias=True'),
-        ({'router_aux': -0.1}, 'router_aux=-0.1'),
     ],
 )
 def test_impossible_mixtures_are_refused_in_one_line(changes, message):

@@ -646,24 +646,16 @@ def test_no_schedule_divides_by_zero(lr_schedule):
     'changed',
     [
         {'optimizer': 'adam'},
-        {'learning_rate': 0.0},
-        {'beta1': 1.0},
-        {'beta2': -0.1},
-        {'weight_decay': -1.0},
-        {'kappa': 1.5},
-        {'delta': 0.0},
-        {'wd_ts': 0},
         {'wd_ts': None, 'optimizer': 'adana'},
-        {'max_iters': 0},
         {'beta1': 0, 'optimizer': 'ademamix'},
     ],
 )
-def test_optimizer_values_out_of_range_get_one_line(changed):
+def test_optimizer_values_that_do_not_fit_get_one_line(changed):
     with pytest.raises(ValueError, match=rf'^{next(iter(changed))}=.*expected .*$'):
         make_optimizer(TinyModel(), **ADAMW | changed)
 
 
-@pytest.mark.parametrize('changed', [{'lr_schedule': 'cos'}, {'min_lr': 2.0}, {'min_lr': -1.0}, {'warmup_iters': -1}])
-def test_schedule_values_out_of_range_get_one_line(changed):
+@pytest.mark.parametrize('changed', [{'lr_schedule': 'cos'}, {'min_lr': 2.0}])
+def test_schedule_values_that_do_not_fit_get_one_line(changed):
     with pytest.raises(ValueError, match=rf'^{next(iter(changed))}=.*expected .*$'):
         learning_rate_at(0, **SCHEDULE | changed)

@@ -656,7 +656,7 @@ def test_a_mistake_is_one_line_on_every_rank_and_leaves_nothing(tmp_path):
     out_dir = tmp_path / 'run'
     for more, says in (
         (['--n_layer=1'], 'error: n_layer=1 .* 2'),
-        (['--tensor_parallel=0'], 'error: tensor_parallel=0'),
+        (['--tensor_parallel=0'], 'error: --tensor_parallel expects int >= 1, given 0'),
         (['--tensor_parallel=2', '--n_head=5'], 'error: tensor_parallel=2 .*n_head=5'),
         (['--init_from=Qwen/Qwen3-0.6B'], 'error: init_from=Qwen/Qwen3-0.6B: '),
     ):

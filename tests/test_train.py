@@ -2,11 +2,10 @@
 
 import importlib.util
 import json
-import re
 import shutil
 
 import pytest
-from launch import TINY_MODEL, TINY_RUN, run_many, run_ranks, run_script
+from launch import TINY_MODEL, TINY_RUN, run_many, run_ranks
 from outputs import column, metrics
 from precision import apart, assert_same_run
 from short import slow_but
@@ -344,13 +343,6 @@ def test_collectives_are_those_that_the_option_is_for(two_ranks):
     # HSDP averages each unit's gradient over the replicas. Two shards need a sum for the norm, one shard does not.
     extra = collectives(two_ranks, 'count_hsdp', 'allreduce_') - collectives(two_ranks, 'count_fsdp', 'allreduce_')
     assert extra >= units * steps - steps
-
-
-def test_a_negative_number_of_checkpoints_is_refused_in_one_line(data_dir, tmp_path):
-    result = run_script('train_ddp.py', *arguments(data_dir, tmp_path, '--keep_checkpoints=-1'), check=False)
-    errors = [line for line in (result.stdout + result.stderr).splitlines() if 'error: ' in line]
-    assert result.returncode != 0 and len(errors) == 1 and 'Traceback' not in result.stderr
-    assert re.search('keep_checkpoints=-1, permanent_interval=0: .* 0 ', errors[0])
 
 
 @pytest.mark.slow

@@ -1,15 +1,19 @@
 """benchmarks/fuzz.py finds nothing in a short run, and finds a fault of each kind if there is one."""
 
 import collections
+import dataclasses
 
 import pytest
 
+import configurator
+import keys
 from benchmarks import fuzz
+from benchmarks.fuzzing import keys as fuzzing_keys
 from huggingface import finetune
 from text import chat_rows, conversations, documents
 from text import tokenizer as tokenizing
 
-CASES = {'rows': 400, 'files': 300, 'tokenizers': 100, 'configs': 40}
+CASES = {'rows': 400, 'files': 300, 'tokenizers': 100, 'configs': 40, 'keys': 300}
 
 
 def failures(kind, n_cases):
@@ -93,3 +97,27 @@ def test_weights_that_are_not_those_of_the_folder_are_noticed(monkeypatch):
     monkeypatch.setattr(finetune, 'load', load_almost)
     monkeypatch.setattr(finetune, 'self_test', lambda *arguments, **options: None)
     assert any('other logits' in line for line in failures('configs', 20))
+
+
+def test_a_range_that_is_not_checked_or_not_declared_is_noticed(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(configurator, 'is_outside', lambda number, bounds: False)
+        assert any('was taken' in line for line in failures('keys', 60))
+    read = configurator.read_knobs
+    monkeypatch.setattr(fuzzing_keys, 'knobs_of', lambda script: without_ranges(read(script)))
+    monkeypatch.setattr(configurator, 'read_knobs', lambda script: without_ranges(read(script)))
+    assert any('range' in line for line in failures('keys', 60))
+
+
+def without_ranges(knobs):
+    return {key: dataclasses.replace(knob, bounds=()) for key, knob in knobs.items()}
+
+
+@pytest.mark.parametrize('row', ['kappa delta', 'beta1 beta2', 'lr_decay_iters min_lr', 'omega', 'prefetch'])
+@pytest.mark.parametrize('is_read', [True, False])
+def test_a_key_that_is_wrongly_taken_for_read_or_unread_is_noticed(monkeypatch, row, is_read):
+    rows = keys.READ_IF['train']
+    monkeypatch.setitem(rows, row, (rows[row][0], lambda run: is_read))
+    monkeypatch.setattr(fuzzing_keys, 'check_values', fuzzing_keys.check_effect)  # draw these alone
+    monkeypatch.setattr(fuzzing_keys, 'TABLE', {'prefetch': fuzzing_keys.TABLE['prefetch']})
+    assert failures('keys', 150)

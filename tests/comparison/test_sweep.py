@@ -254,7 +254,7 @@ MISTAKES = {
     "sweep, bench = {'seed': [1, 2]}, True": 'leave out --bench',
     "sweep = {'data_dir': ['a/b', 'c']}": 'use recipes',
     "sweep, eval_iters = {'n_layer': [1]}, 0": 'compares validation losses',
-    "sweep, seeds = {'n_layer': [1]}, []": 'expected a seed',
+    "sweep, seeds = {'n_layer': [1]}, []": 'expected one seed',
 }
 
 

@@ -261,7 +261,6 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
          'eval_tasks .*dataset=synthetic: .*meta.json'),
         (['--dataset=synthetic', f'--init_from={tmp_path}/bare', f'--eval_tasks={files[0]}'], 'no tokenizer'),
         ([*data, f'--eval_tasks={files[0]}', '--eval_tasks_chat'], 'a model from scratch has no chat template'),
-        ([*data, f'--eval_tasks={files[0]}', '--eval_tasks_limit=0'], 'eval_tasks_limit=0: expected 1 or more'),
         ([*data, f'--eval_tasks={tmp_path}/prompts.jsonl'],
          'prompts.jsonl, row 1: the prompt has 9 tokens and its answer up to 24, more than the 32'),
     ]  # fmt: skip

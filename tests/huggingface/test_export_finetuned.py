@@ -473,7 +473,6 @@ def test_the_seed_draws_the_samples_of_a_fine_tuned_model(sample):
         ('chat', ['--prompts=none.jsonl'], 'none.jsonl'),
         ('chat', ['--prompts=bad.jsonl'], 'bad.jsonl, line 2: expected {"prompt": "TEXT"}'),
         ('chat', ['--prompts=bad.jsonl', '--prompt=x'], 'both given'),
-        ('chat', ['--prompt=x', '--temperature=-1'], 'temperature=-1'),
     ],
 )
 def test_bad_input_gets_one_line(sample, tmp_path, monkeypatch, run, arguments, expected):

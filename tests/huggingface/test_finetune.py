@@ -221,6 +221,16 @@ def test_in_16_bits_a_few_tokens_may_have_gone_to_other_experts():
         assert bool(finetune.logits_differ(logits, expected, exact=False) > 0.1) == is_wrong
 
 
+@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'mixtral', 'gpt_neox', 'mamba'])
+def test_whether_a_class_has_dropout_is_seen_in_what_it_computes(tmp_path, kind):
+    pretrained = finetune.Pretrained(save_model(tmp_path, kind), dropout=0.5)
+    model = finetune.for_training(pretrained)
+    x = torch.arange(24)[None]
+    with torch.no_grad():
+        differs = not torch.equal(model(x), model(x))
+    assert pretrained.has_dropout == differs == (kind != 'mamba')
+
+
 @pytest.mark.parametrize('kind', ['llama', 'gemma2'])  # with a loss in chunks, and from all logits
 def test_z_loss_is_of_the_square_of_logsumexp(models, kind):
     pretrained = finetune.Pretrained(models / kind, z_loss=0.01)

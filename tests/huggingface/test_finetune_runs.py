@@ -705,7 +705,10 @@ def test_cut_conversations_are_answered_with_a_block_size_that_the_model_takes(m
     config = json.loads((model / 'config.json').read_text())
     (model / 'config.json').write_text(json.dumps(config | {'max_position_embeddings': 36}))
     said = start('train_fsdp.py', *RUN, *keys, '--block_size=32')[0].stdout
-    assert '--block_size=36 is the most that this model has positions for' in said
+    assert (
+        'the longest conversation needs 39 tokens, block_size is 32; the model has positions for --block_size=36'
+        in said
+    )
 
 
 def test_shards_of_another_tokenizer(model, keys):

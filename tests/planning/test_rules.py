@@ -293,11 +293,6 @@ def test_keys_without_a_rule_are_refused_with_those_that_have_one(changes, said)
     assert re.search(said, refused(**changes))
 
 
-@pytest.mark.parametrize('key', ['n_layer', 'n_head', 'head_dim', 'n_embd', 'max_iters', 'learning_rate', 'wd_ts'])
-def test_a_size_that_is_not_positive_is_refused(key):
-    assert re.match(f'{key}=0: .* 0$', refused({key}, **{key: 0}))
-
-
 def test_a_learning_rate_makes_up_for_a_missing_fit():
     run, _ = fill({'learning_rate'}, learning_rate=1e-3, kappa=0.7, lr_rule=99)
     assert (run['learning_rate'], run['max_iters']) == (1e-3, 1342)

@@ -211,11 +211,10 @@ def test_a_plan_measures_the_store_leaves_nothing_there_and_compares_itself_with
     'keys, words',
     [
         (['--num_fragments=3'], ['--num_fragments', 'train_diloco.py']),
-        (['--quorum=0'], ['quorum=0']),
         (['--learning_rate=2e-3'], ['learning_rate=0.003, ', ' 0.002']),
         (['--n_layer=2'], ['n_layer=3, ', ' 2']),
         (['--num_replicas=3'], ['num_replicas=2, ', ' 3']),
-        (['--exchange={folder}/other', '--num_replicas=0'], ['--num_replicas=8']),
+        (['--exchange={folder}/other', '--num_replicas=None'], ['--num_replicas=8']),
         (['--exchange={folder}/first/pool'], ['/first/pool', '/first, ']),
         (['--exchange=nowhere://bucket'], ['exchange=nowhere://bucket: ']),
     ],

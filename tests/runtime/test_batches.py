@@ -19,8 +19,6 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_and_the
         batches.accumulation_steps(100, 8, 4)
     with pytest.raises(ValueError, match='--global_batch_size=32,'):
         batches.accumulation_steps(8, 8, 4)
-    with pytest.raises(ValueError, match='batch_size=0'):
-        batches.accumulation_steps(8, 0, 4)
 
 
 def test_the_batch_line_multiplies_out():
@@ -33,15 +31,8 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0}
     config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
     assert batches.cautions(config, n_windows=1000) == []
-    for changes, said in (
-        ({'eval_iters': -1}, 'eval_iters=-1: .*1'),
-        ({'eval_iters': 0, 'eval_only': True}, 'eval_iters=0: .*1'),
-        ({'trace_step': -3}, 'trace_step=-3: .*max_iters=1000'),
-        ({'log_interval': -1}, 'log_interval=-1: .*0 or more'),
-        ({'checkpoint_interval': -1}, 'checkpoint_interval=-1: .*0 or more'),
-    ):
-        with pytest.raises(ValueError, match=said):
-            batches.cautions({**config, **changes}, n_windows=1000)
+    with pytest.raises(ValueError, match='eval_iters=0 with eval_only=True: .*1'):
+        batches.cautions({**config, 'eval_iters': 0, 'eval_only': True}, n_windows=1000)
     assert batches.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
     (line,) = batches.cautions({**config, 'trace_step': 1001}, n_windows=1000)
     assert re.search('trace_step=1001 .*max_iters=1000 ', line)
@@ -72,6 +63,3 @@ def test_epochs_are_rounded_up_to_whole_steps():
     assert batches.iterations_of_epochs(2.0, 100, 8) == 25
     assert batches.iterations_of_epochs(0.07, 100, 1) == 7  # 0.07 * 100 is 7.000000000000001
     assert batches.iterations_of_epochs(0.001, 30, 64) == 1
-    for wrong in (0, -1, float('nan'), float('inf')):
-        with pytest.raises(ValueError, match=f'num_epochs={wrong}: '):
-            batches.iterations_of_epochs(wrong, 30, 8)
