@@ -368,7 +368,8 @@ def refuse_adapter(folder):
         base = '(its file does not say which)'
         with contextlib.suppress(ValueError, AttributeError), open(path, encoding='utf-8') as file:
             base = json.load(file).get('base_model_name_or_path') or base
-        merge = f'AutoPeftModelForCausalLM.from_pretrained("{folder}").merge_and_unload().save_pretrained("MERGED")'
+        load = f'AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="float32")'  # bfloat16 loses what is small
+        merge = f'{load}.merge_and_unload().save_pretrained("MERGED")'
         raise ValueError(
             f'{folder} is an adapter of peft for the model {base}: merge the two, '
             f"`python -c 'from peft import AutoPeftModelForCausalLM; {merge}'`, copy the tokenizer's files there, "

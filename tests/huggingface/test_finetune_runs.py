@@ -653,7 +653,7 @@ def test_an_adapter_of_peft_in_place_of_a_model(model, keys):
     (model / 'adapter_config.json').write_text(json.dumps({'base_model_name_or_path': 'some/base'}))
     shutil.copy(model / 'tokenizer.json', model / 'adapter_model.safetensors')  # nobody looks into it
     line = mistake('train_fsdp.py', *keys)
-    assert 'an adapter of peft for the model some/base' in line and 'merge_and_unload' in line
+    assert 'an adapter of peft for the model some/base' in line and 'dtype="float32").merge_and_unload' in line
 
 
 def test_a_folder_without_a_tokenizer(model, keys):
