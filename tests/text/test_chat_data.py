@@ -162,8 +162,7 @@ def test_answers_that_only_end_in_another_way_when_they_come_last_are_learned_in
     path = write_rows(tmp_path / 'rows.jsonl', rows)
     result = prepare(tmp_path, f'--dataset={path}', '--val_fraction=0', f'--tokenizer={folder}')
     assert 'an example of its own' not in result.stdout
-    is_first_of_two = '【b<|im_end|>】' in result.stdout or '【Yes' in result.stdout
-    assert ('(every answer learns to end with <|end|>, as' in result.stdout) == is_first_of_two
+    assert '(every answer learns to end with <|end|>, as' in result.stdout
     dataset = windows.open_dataset(tmp_path / 'data', 'rows-olmo', 'train', 64)
     assert dataset.n_tokens == tokens
     targets = dataset.read(range(dataset.n_windows))[1]
