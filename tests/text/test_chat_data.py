@@ -62,7 +62,7 @@ MISTRAL = """\
 {{- '[INST] ' + message.content + '[/INST]' }}{%- endif %}{%- else %}{{- ' ' + message.content + eos_token }}\
 {%- endif %}{%- endfor %}"""
 OLMO = CHATML.replace(
-    "message.content + '<|im_end|>' + '\\n'", "message.content + (eos_token if loop.last else '<|im_end|>\\n')"
+    "'<|im_end|>' + '\\n'", "(eos_token if loop.last and message.role == 'assistant' else '<|im_end|>\\n')"
 )
 THINKING_PROMPT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
 NO_END = """\
