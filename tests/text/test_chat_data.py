@@ -163,7 +163,7 @@ def test_answers_that_only_end_in_another_way_when_they_come_last_are_learned_in
     result = prepare(tmp_path, f'--dataset={path}', '--val_fraction=0', f'--tokenizer={folder}')
     assert 'an example of its own' not in result.stdout
     assert '(every answer learns to end with <|end|>, as' in result.stdout
-    dataset = windows.open_dataset(tmp_path / 'data', 'rows-olmo', 'train', 64)
+    dataset = windows.open_dataset(tmp_path / 'data', 'rows-olmo', 'train', 128)
     assert dataset.n_tokens == tokens
     targets = dataset.read(range(dataset.n_windows))[1]
     assert (targets == files.eot).sum() == 9 * 5 and not (targets == files.tokenizer.token_to_id('<|im_end|>')).any()
