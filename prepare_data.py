@@ -503,6 +503,7 @@ for split, writer in writers.items():
         )
     writer.finish()
 seconds = time.perf_counter() - start
+read_again = notes.pop(encoding.READ_AGAIN, 0)
 notes.pop(encoding.CONVERSATIONS, None)
 meta = {
     'format_version': 1,
@@ -527,6 +528,14 @@ for note, count in sorted(notes.items())[:10]:
     print(f'{note} ({count:,})')
 if len(notes) > 10:
     print(f'{len(notes) - 10:,} more such lines: the first hundred are in {folder}/meta.json')
+if read_again:
+    n_tokens = sum(writer.totals['tokens'] for writer in writers.values())
+    factor = n_tokens / (n_tokens - read_again)
+    print(
+        f'{"WARNING: " * (factor > 2)}the chat template writes an answer in another way once others follow, so each '
+        f'needs an example of its own, with all before it: {n_documents:,} examples of {rows_kept:,} conversations, '
+        f'{factor:.1f} times the tokens; "weight": 0 on all answers of a row but the last would leave one'
+    )
 rates = f'{bytes_made / seconds / 1e6:.1f} MB/s, {tokens_made / seconds / 1e6:.2f}M tokens/s'
 print_example(meta, folder)
 print(f'{rates} with {config.num_proc} processes, reading and writing included')

@@ -131,6 +131,8 @@ if config.chat is None:
     config.chat = bool(
         run.get('chats', run.get('packed')) and language.has_template
     )  # the run has learned conversations
+if run.get('chats') and not language.has_template:
+    say(f'WARNING: the run has learned conversations, and {folder} lacks the chat template that their dataset had')
 if config.chat:
     language.stop_tokens += language.end_of_answer()
 elif config.system is not None or config.chat_template_kwargs or not all(map(prompts.is_text, rows)):

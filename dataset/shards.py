@@ -23,7 +23,9 @@ import numpy as np
 
 from runtime.files import rename_durably, replacing, sha256_of
 
-LEARNED, FIRST = 1, 2  # flags of a token: it counts in the loss as a target; it is the first of a conversation
+# Flags of a token: it counts in the loss as a target; it is the first of a conversation; as a target it is end-of-text
+# instead, with which this answer would end if it came last.
+LEARNED, FIRST, AS_END = 1, 2, 4
 TOKENS_AT_ONCE = 1 << 22  # written to a shard
 # A shard: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens. llm.c's layout.
 HEADER_BYTES = 256 * 4

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.shards import read_shard
+from dataset.shards import AS_END, FIRST, LEARNED, read_shard
 from dataset.shuffle import GOLDEN_GAMMA, MULTIPLIER, sample_windows
 
 ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
@@ -158,6 +158,7 @@ class PackedDataset(TokenDataset):
 
     is_packed = True
     _learned = None  # uint8 (n_tokens,): which tokens are learned; None = all
+    _as_end = None  # uint8 (n_tokens,), not 0 where the target is end-of-text in place of the token; None = nowhere
 
     def _pack(self, starts, lengths, learned):
         """Pack pieces of the split into windows. starts, lengths: in tokens. learned: how many of each piece's targets
@@ -191,6 +192,8 @@ class PackedDataset(TokenDataset):
                 x[begin:end], y[begin:end] = tokens[:-1], tokens[1:]
                 if self._learned is not None:
                     y[begin:end][self._learned[start + 1 : start + length] == 0] = -1
+                if self._as_end is not None:
+                    y[begin:end][self._as_end[start + 1 : start + length] > 0] = self.eot
                 begin = starts_of_row[number] = end
             x[begin:], y[begin:] = 0, -1
         return *batch, starts
@@ -239,8 +242,8 @@ class Documents(PackedDataset):
 class Conversations(PackedDataset):
     """One split of conversations, packed whole; a conversation of more than block_size + 1 tokens loses its end.
 
-    A mask has one byte per token of its shard; bit 0: the token is learned, bit 1: it begins a conversation. Targets
-    that are not learned are -1. longest: the number of tokens of the longest conversation.
+    A mask has one byte per token of its shard, the sum of LEARNED, FIRST and AS_END. Targets that are not learned are
+    -1. longest: the number of tokens of the longest conversation.
     """
 
     is_chat = True
@@ -248,8 +251,9 @@ class Conversations(PackedDataset):
     def _cut(self, facts):
         """Find the conversations, drop those with nothing to learn, and pack the rest into windows."""
         mask = self._read_masks(facts)
-        self._learned = mask & 1  # stays in memory, 1 byte per token
-        starts = np.flatnonzero(mask >= 2)
+        self._learned = mask & LEARNED  # stays in memory, 1 byte per token
+        starts = np.flatnonzero(mask & FIRST)
+        self._as_end = as_end if (as_end := mask & AS_END).any() else None
         whole = np.diff(starts, append=self.n_tokens)
         lengths = np.minimum(whole, self.block_size + 1)
         # How many targets of each conversation are learned. reduceat sums from each border to the next, and the borders
@@ -278,8 +282,8 @@ class Conversations(PackedDataset):
         for shard, end in zip(facts['shards'], self._ends, strict=True):
             path = f'{self.name}/{shard["mask_file"]}'
             piece = np.fromfile(path, dtype=np.uint8)
-            if len(piece) != end - begin or piece.max(initial=0) > 3:
-                sizes = f'its size is {len(piece):,} bytes, expected are {end - begin:,} of 0 to 3, one per token'
+            if len(piece) != end - begin or piece.max(initial=0) > (LEARNED | FIRST | AS_END):
+                sizes = f'its size is {len(piece):,} bytes, expected are {end - begin:,} of 0 to 7, one per token'
                 raise ValueError(f'{path}: {sizes}; copy or prepare it again')
             mask[begin:end] = piece
             begin = end

@@ -16,6 +16,7 @@ import os
 import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -27,6 +28,8 @@ import float8
 import meshes
 import optim
 from configurator import without_effect
+from dataset.mixture import names_in, parse_stages
+from dataset.windows import read_meta
 from evaluation import in_run
 from huggingface import finetune, lora, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
@@ -208,6 +211,7 @@ def open_model_and_data(run):
         if config.native:
             native.model_config_of(run.pretrained)  # raises for a feature that model.py lacks, before data is opened
         config.vocab_size = run.pretrained.vocab_size
+        refuse_larger_vocabulary(config, run.pretrained)
         run.notes += check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
         if config.dataset != 'synthetic':
             # prepare_data.py made this comparison for the folder it was given, which may have been another one.
@@ -238,6 +242,29 @@ def open_model_and_data(run):
         folders = [source.name for source in run.train_data.sources + run.val_data.sources]
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
+
+
+def refuse_larger_vocabulary(config, pretrained):
+    """Raise ValueError if a dataset has tokens for which the model has no rows in its embedding, as when special tokens
+    have been added to the tokenizer alone."""
+    folder, rows = pretrained.folder, pretrained.vocab_size
+    datasets = names_in(parse_stages(vars(config)))
+    if config.val_dataset:
+        datasets += names_in(parse_stages({**vars(config), 'dataset': config.val_dataset, 'dataset_stages': ()}))
+    for name in datasets:
+        meta = read_meta(Path(config.data_dir, name))
+        largest = max((facts.get('max_token', -1) for facts in meta.get('splits', {}).values()), default=-1)
+        if largest < rows:
+            continue
+        needed, to = max(largest + 1, meta.get('vocab_size', 0)), f'{folder}-resized'
+        steps = f'm = M.from_pretrained("{folder}"); m.resize_token_embeddings({needed}); m.save_pretrained("{to}")'
+        steps = f'{steps}; T.from_pretrained("{folder}").save_pretrained("{to}")'
+        names = 'AutoModelForCausalLM as M, AutoTokenizer as T'
+        raise ValueError(
+            f'dataset={name} has the token {largest}, the embedding of {folder} {rows:,} rows: give new tokens rows, '
+            f"`python -c 'from transformers import {names}; {steps}'`, and take --init_from={to} (with LoRA also "
+            '--modules_to_save=NAMES of its embedding and head, which learns the new rows)'
+        )
 
 
 def check_frozen_dtype(run):

@@ -85,6 +85,6 @@ def conversations_of(dataset, split):
         found.append((tokenizer.decode(tokens[start:end]), parts))
     totals = meta_of(dataset)['splits'][split]
     assert totals['documents'] == len(found) and totals['longest'] == max(np.diff(starts))
-    assert totals['learned_tokens'] == (flags & LEARNED).sum() and not (flags > 3).any()
+    assert totals['learned_tokens'] == (flags & LEARNED).sum() and not (flags > 7).any()
     assert totals['bytes'] == sum(len(text.encode()) for text, _ in found)
     return found

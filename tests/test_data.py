@@ -922,7 +922,7 @@ def test_a_damaged_or_missing_mask_is_refused_by_name(tmp_path):
     make_chats(tmp_path / 'chats', chats_of(LENGTHS), [100, total - 100])
     path = tmp_path / 'chats' / 'train_000001.mask'
     content = path.read_bytes()
-    for wrong in (content[:-1], content + b'\0', b'', content[:-1] + b'\7'):
+    for wrong in (content[:-1], content + b'\0', b'', content[:-1] + b'\x08'):
         path.write_bytes(wrong)
         with pytest.raises(ValueError, match=rf'train_000001.mask: .* {len(wrong)} bytes.* {total - 100} ') as e:
             data.open_dataset(tmp_path, 'chats', 'train', 64)

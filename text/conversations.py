@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.shards import FIRST, LEARNED
+from dataset.shards import AS_END, FIRST, LEARNED
 from dataset.windows import read_meta
 from runtime.errors import one_line
 from text.chat_rows import INSTRUCTIONS, THINK_TAG, THOUGHTS, is_learned
@@ -196,7 +196,7 @@ class ChatEncoder:
         # Think tags that a message spells stay what they are, since templates look for them.
         controls = [token for token in self.special_tokens if not THINK_TAG.fullmatch(token)]
         self.spelled = re.compile('|'.join(map(re.escape, controls)) or '(?!)')
-        self.eot = eot
+        self.eot, self.eot_text = eot, self.tokenizer.id_to_token(eot) or ''
         transformers.logging.set_verbosity_error()  # else it warns that the folder names another class
         try:
             # Not AutoTokenizer, which imports torch: 190 MB per worker.
@@ -215,9 +215,10 @@ class ChatEncoder:
 
         ids: uint32 array. flags: uint8, one per token: FIRST at the beginning, LEARNED for the tokens of an answer.
         A conversation is one example if the template writes each answer in the whole conversation in the same way as
-        when it came last. Otherwise there is one example per answer: Qwen3's template, for instance, leaves out the
-        thoughts of earlier answers. If the template writes no end-of-turn token, there is also one example per answer,
-        each with end-of-text after it.
+        when it came last. It may end the last one with end-of-text, as OLMo 3's does, and those before with another
+        token: there the flag AS_END says that end-of-text is the target. Otherwise there is one example per answer:
+        Qwen3's template, for instance, leaves out the thoughts of earlier answers. If the template writes no
+        end-of-turn token, there is also one example per answer, each with end-of-text after it.
         Raises ValueError with the reason if the template cannot write the conversation.
         """
         if MARK in conversation:  # the normalizer would remove it
@@ -240,11 +241,40 @@ class ChatEncoder:
             spans = {number: (start, len(text)) for number, (text, start, _) in answers.items()}
             _check_written(whole, spans, messages, tools)
             yield self._encode(whole, spans.values(), False)
+        elif example := self._with_other_ends(whole, answers, messages, tools):
+            yield example
         else:
             for number, (text, start, ends) in answers.items():
                 span = (start, len(text))
                 _check_written(text, {number: span}, messages[: number + 1], tools)
                 yield self._encode(text, [span], not ends)
+
+    def _with_other_ends(self, whole, answers, messages, tools):
+        """A whole conversation as one example, if its answers before the last differ from what they would be as the
+        last one in nothing but the token that ends them, which would be end-of-text; else None.
+
+        Then the model has read the same before each of their tokens, so that its losses are those of an example for
+        each answer. That the tokens are the same is checked."""
+        spans, others = {}, []  # others: (where the end token begins in the whole, the answer's own tokens)
+        for number, (text, start, ends) in answers.items():
+            spans[number] = (start, len(text))
+            if ends and whole.startswith(text):
+                continue
+            body = text.removesuffix(self.eot_text)
+            end = next((token for token in self.special_tokens if whole.startswith(token, len(body))), None)
+            if end is None or body == text or not whole.startswith(body) or start >= len(body):
+                return None
+            spans[number] = (start, len(body) + len(end))
+            others.append((len(body), self._encode(text, [(start, len(text))], False)[0]))
+        ids, flags, text = self._encode(whole, spans.values(), False)
+        starts = np.array(self.tokenizer.encode(whole, add_special_tokens=False).offsets).reshape(-1, 2)[:, 0]
+        for begin, own in others:
+            at = len(own) - 1
+            if own[-1] != self.eot or starts[at] != begin or not np.array_equal(ids[:at], own[:-1]):
+                return None
+            flags[at] |= AS_END
+        _check_written(whole, spans, messages, tools)
+        return ids, flags, text
 
     def _with_marks(self, value):
         """The value with MARK between the letters of each special token that its texts spell."""

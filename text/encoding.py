@@ -28,7 +28,9 @@ from text.documents import cut_up, documents_of
 from text.engine import faster
 from text.tokenizer import check_against_file, load_tokenizer, load_transformers_tokenizer
 
-CONVERSATIONS = 'conversations'  # the note under which conversations that are kept are counted
+# Notes under which prepare_data.py counts conversations that are kept, and tokens of examples that only read again what
+# the last example of the conversation has, because each of its answers needs one of its own.
+CONVERSATIONS, READ_AGAIN = 'conversations', 'tokens read again'
 MANY_NEW = 1 << 20  # hashes are collected in a set, 100 bytes each, and so many of them are moved to a sorted array
 STRETCH_BYTES = 1 << 16  # longer documents are encoded in stretches, because tiktoken's regex fails on a MB of spaces
 
@@ -224,6 +226,8 @@ def _encode_conversations(pieces, rules, notes):
     for piece, document, found in _conversations(pieces, rules, notes):
         examples[split_of(piece, document, rules.seed, rules.val_hashes)] += found
         notes[CONVERSATIONS] += 1
+        if len(found) > 1:
+            notes[READ_AGAIN] += sum(len(ids) for ids, _, _ in found[:-1])
 
     result = {}
     for split, found in examples.items():

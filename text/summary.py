@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.shards import LEARNED, read_shard
+from dataset.shards import AS_END, LEARNED, read_shard
 from text.conversations import marked_text
 from text.documents import in_words
 from text.tokenizer import tokenizer_of
@@ -33,7 +33,11 @@ def print_example(meta, folder):
     marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
     what = 'conversation' if is_chat else 'document'
     print(f'what is learned of the first {what} stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')
-    print(marked_text(tokens, flags, tokenizer_of(folder).decode, *marks))
+    tokenizer = tokenizer_of(folder)
+    print(marked_text(tokens, flags, tokenizer.decode, *marks))
+    if (flags & AS_END).any():
+        end = tokenizer.decode([meta['eot_token']])
+        print(f'(every answer learns to end with {end}, as the last one of a conversation does)')
 
 
 def print_summary(meta, folder, config):

@@ -653,7 +653,7 @@ def test_an_adapter_of_peft_in_place_of_a_model(model, keys):
     (model / 'adapter_config.json').write_text(json.dumps({'base_model_name_or_path': 'some/base'}))
     shutil.copy(model / 'tokenizer.json', model / 'adapter_model.safetensors')  # nobody looks into it
     line = mistake('train_fsdp.py', *keys)
-    assert 'an adapter of peft for the model some/base' in line and 'merge_and_unload' in line
+    assert 'an adapter of peft for the model some/base' in line and 'dtype="float32").merge_and_unload' in line
 
 
 def test_a_folder_without_a_tokenizer(model, keys):
@@ -812,6 +812,27 @@ def test_weights_that_lack_a_tensor_are_not_replaced_by_random_ones(model, keys)
     save_file(weights, model / 'model.safetensors', metadata={'format': 'pt'})
     line = mistake('train_fsdp.py', *keys)
     assert 'model.layers.1.mlp.up_proj.weight' in line and str(model) in line
+
+
+def test_tokens_without_a_row_in_the_embedding_are_given_one_by_the_command_in_the_line(
+    model, keys, prepared, tmp_path
+):
+    import transformers
+
+    shutil.copytree(prepared / 'chats', tmp_path / 'more')
+    meta = json.loads((tmp_path / 'more' / 'meta.json').read_text())
+    meta['splits']['val']['max_token'] = VOCABULARY + 1
+    (tmp_path / 'more' / 'meta.json').write_text(json.dumps({**meta, 'vocab_size': VOCABULARY + 3}))
+    line = mistake('train_ddp.py', *keys, f'--data_dir={tmp_path}', '--dataset=more')
+    assert f'dataset=more has the token {VOCABULARY + 1}, the embedding of {model} {VOCABULARY} rows' in line
+    exec(re.search("`python -c '(.*?)'`", line)[1], {})
+    resized = re.search('--init_from=([^ ]+) ', line)[1]
+    assert finetune.Pretrained(resized).vocab_size == VOCABULARY + 3
+    assert (Path(resized) / 'chat_template.jinja').read_bytes() == (model / 'chat_template.jinja').read_bytes()
+    old, new = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (model, resized))
+    rows, known = new.get_input_embeddings().weight, old.get_input_embeddings().weight
+    assert torch.equal(rows[:VOCABULARY], known) and new.dtype == old.dtype
+    torch.testing.assert_close(rows[VOCABULARY:], known.mean(0).expand(3, -1), rtol=0, atol=0.01)
 
 
 def test_a_base_model_without_a_chat_template_is_exported_and_asked_with_that_of_its_data(model, keys, tmp_path):

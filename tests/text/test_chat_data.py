@@ -28,8 +28,11 @@ from launch import REPO, environment
 from prepared import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at
 from tokenizers import AddedToken, Tokenizer
 
+from dataset import windows
+from dataset.shards import AS_END
 from text import chat_rows, conversations, sources
 from text import documents as reading
+from text.tokenizer import FileTokenizer
 
 CHATS = [
     [('user', 'What is 2 + 2?'), ('assistant', 'It is 4.')],
@@ -58,6 +61,9 @@ MISTRAL = """\
 {{- '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}{%- else %}\
 {{- '[INST] ' + message.content + '[/INST]' }}{%- endif %}{%- else %}{{- ' ' + message.content + eos_token }}\
 {%- endif %}{%- endfor %}"""
+OLMO = CHATML.replace(
+    "'<|im_end|>' + '\\n'", "(eos_token if loop.last and message.role == 'assistant' else '<|im_end|>\\n')"
+)
 THINKING_PROMPT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
 NO_END = """\
 {%- for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{%- endfor %}\
@@ -122,6 +128,59 @@ def test_thoughts_that_the_template_drops_later_make_one_example_per_answer(tmp_
     assert second.startswith('<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>')
     assert second_parts == ['<think>\n\n</think>\n\na2<|im_end|>']
     assert len(learned_parts(encoder, files, turns[:2])) == 1
+
+
+def learned_in_context(examples, eot):
+    """{(tokens before a learned one, what the model should say there)} of examples."""
+    return {
+        (tuple(ids[:place].tolist()), eot if flags[place] & AS_END else int(ids[place]))
+        for ids, flags, _ in examples
+        for place in np.flatnonzero(flags & LEARNED)
+    }
+
+
+def test_answers_that_only_end_in_another_way_when_they_come_last_are_learned_in_one_example(tmp_path):
+    folder = make_tokenizer(tmp_path / 'olmo', OLMO, eos='<|end|>')
+    files = FileTokenizer(f'{folder}/tokenizer.json', '<|end|>')
+    encoder = conversations.ChatEncoder(folder, files.eot)
+    rows = [{'messages': messages_of(turns)} for turns in CHATS for _ in range(9)]
+    tokens = 0
+    for row in rows[::9]:
+        conversation = json.loads(chat_rows.conversation_of(row))
+        answers = [n for n, message in enumerate(conversation['messages']) if message['role'] == 'assistant']
+        one_each = []
+        for answer in answers:  # the only one that is learned, so it comes last
+            messages = [{**message, 'weight': int(n == answer)} for n, message in enumerate(conversation['messages'])]
+            one_each += encoder.examples(json.dumps({'messages': messages[: answer + 1]}))
+        found = list(encoder.examples(json.dumps(conversation)))
+        assert len(found) == 1 and len(one_each) == len(answers)
+        assert found[0][2].count('<|end|>') == 1 and found[0][2].count('<|im_end|>') == found[0][2].count('<|im_s') - 1
+        learned = learned_in_context(one_each, files.eot)
+        assert learned_in_context(found, files.eot) == learned
+        assert sum(target == files.eot for _, target in learned) == len(answers)
+        tokens += 9 * len(found[0][0])
+    path = write_rows(tmp_path / 'rows.jsonl', rows)
+    result = prepare(tmp_path, f'--dataset={path}', '--val_fraction=0', f'--tokenizer={folder}')
+    assert 'an example of its own' not in result.stdout
+    assert '(every answer learns to end with <|end|>, as' in result.stdout
+    dataset = windows.open_dataset(tmp_path / 'data', 'rows-olmo', 'train', 128)
+    assert dataset.n_tokens == tokens
+    targets = dataset.read(range(dataset.n_windows))[1]
+    assert (targets == files.eot).sum() == 9 * 5 and not (targets == files.tokenizer.token_to_id('<|im_end|>')).any()
+
+
+def test_answers_that_need_examples_of_their_own_are_announced_with_what_they_cost(tmp_path):
+    folder = make_tokenizer(tmp_path / 'model', QWEN3)
+    turns = [(role, f'{role} {number}') for number in range(6) for role in ('user', 'assistant')]
+    rows = [{'messages': messages_of(turns)}] * 8
+    path = write_rows(tmp_path / 'rows.jsonl', rows)
+    result = prepare(tmp_path, f'--dataset={path}', '--val_fraction=0', f'--tokenizer={folder}')
+    lengths = [len(ids) for ids, _, _ in encoder_of(folder)[0].examples(chat_rows.conversation_of(rows[0]))]
+    factor = sum(lengths) / lengths[-1]
+    assert len(lengths) == 6 and factor > 2
+    line = next(line for line in result.stdout.splitlines() if 'an example of its own' in line)
+    assert line.startswith('WARNING: ') and '48 examples of 8 conversations' in line
+    assert f' {factor:.1f} times the tokens' in line
 
 
 def test_a_prompt_that_opens_the_thinking_is_no_part_of_an_answer_without(tmp_path):
