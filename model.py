@@ -435,7 +435,8 @@ class Attention(nn.Module):
             y = layout.attend(q, k, v, dropout)
         else:
             options = {'dropout_p': dropout, 'enable_gqa': self.n_kv_head < self.n_head}
-            options['is_causal'] = x.shape[1] > 1  # a single token looks at all before it
+            if x.shape[1] > 1:  # a single token looks at all before it
+                options['is_causal'] = True  # no comparison: for the compiler that would be no bool if T varies
             y = F.scaled_dot_product_attention(q, k, v, **options)
         y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gated:

@@ -28,6 +28,14 @@ SHAPE = dict(n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8)
 EXPERTS = dict(n_experts=4, experts_per_token=2, expert_hidden_dim=16)
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """What tests before this one, also of other files, have compiled decides which sizes the compiler takes to vary."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def ranks(strategy):
     """Make this process one of two ranks in each replica, with collectives that do nothing. DDP does not work with such
@@ -38,7 +46,6 @@ def ranks(strategy):
     with torch._dynamo.config.patch(optimize_ddp=False):  # as train_ddp.py sets it
         yield
     dist.destroy_process_group()
-    torch._dynamo.reset()
 
 
 def wrap(model, strategy):
@@ -133,7 +140,6 @@ def test_a_block_with_experts_is_one_graph_for_its_first_batch_and_one_for_any_o
             numbers += [loss, *(parameter.grad for parameter in model.parameters())]
             graphs.append(counter.frame_count)
         found.append(numbers)
-    torch._dynamo.reset()
     assert graphs == [1, 2, 2, 2]
     for eager, compiled in zip(*found, strict=True):
         assert torch.equal(eager, compiled)
@@ -157,7 +163,6 @@ def test_on_a_gpu_the_loss_is_one_graph_and_the_same_number(monkeypatch, on_cuda
             loss, *_ = model(tokens, tokens)
             loss.backward()
             losses.append(loss.item())
-    torch._dynamo.reset()
     assert losses[:3] == losses[:1] * 3 and losses[3:] == losses[3:4] * 3
     # On a GPU the loss has its pointwise form, which adds up in another order: at most one rounding for each of 16
     # tokens.
@@ -217,7 +222,6 @@ def test_a_function_that_is_compiled_too_often_is_one_line_of_the_log():
     compiled = torch.compile(times, backend='eager', dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=3):
         results = [compiled(torch.ones(2), factor).sum().item() for factor in range(1, 9)]
-    torch._dynamo.reset()
     assert results == [2 * factor for factor in range(1, 9)]
     (line,) = lines
     assert line.startswith("WARNING: compile: 'times' (") and '--compile=False' in line

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.fuzzing.cases import LIMIT, SPECIALS, STAYS, Words, Wrong, check, draw_text, small_tokenizer, some
 from benchmarks.fuzzing.templates import ASK_FOR_NULL, DATES, TEMPLATES
-from dataset.shards import FIRST, LEARNED
+from dataset.shards import AS_END, FIRST, LEARNED
 from runtime.errors import one_line
 from text import chat_rows, conversations
 
@@ -435,6 +435,9 @@ def check_row(draw, folder):
         raise Wrong(f'learned what apply_chat_template refuses: {one_line(error)} | {row!r}'[:LIMIT]) from error
     if expected is None or (template.name == 'cuts off' and words != messages):
         return
+    if any((flags & AS_END).any() for _, flags, _ in examples):
+        check_one_for_all(template, *examples[0][:2], expected, row)
+        return
     found, theirs = [text for _, _, text in examples], [undisguise(text) for text, _, _ in expected]
     check(found == theirs, 'other text', row, found, theirs)
     for (ids, flags, _), example in zip(examples, expected, strict=True):
@@ -462,20 +465,18 @@ def undisguise(text):
     return text
 
 
-def check_tokens(template, ids, flags, text, spans, add_end):
-    """Check that the ids are those of the text (where a message spells out a special token, those of its letters), and
-    that every token with a letter in a span is learned."""
-    tokens, expected = [], []
+def encoded(template, text, spans, add_end):
+    """(ids of the text, where a message spells out a special token those of its letters; whether each has a letter in a
+    span, and so is learned, or None where tokens do not tell their letters)."""
+    tokens, ids = [], []
     for stretch in re.split(f'({"|".join(map(re.escape, template.added))})', text):
         template.raw.encode_special_tokens = any(letter in stretch for letter in PRIVATE)
         encoding = template.raw.encode(undisguise(stretch), add_special_tokens=False)
-        tokens, expected = tokens + encoding.tokens, expected + encoding.ids
+        tokens, ids = tokens + encoding.tokens, ids + encoding.ids
     template.raw.encode_special_tokens = False
-    if template.name == 'takes in spaces':
-        return
-    check(ids.tolist() == expected + [template.eot] * add_end, 'other ids', text, ids.tolist(), expected)
+    ids += [template.eot] * add_end
     if template.kind in ('nfc', 'llama2'):
-        return
+        return ids, None
     position, learned = 0, []  # in bytes, as the letters of a byte-level token count them
     spans = [[len(undisguise(text[:place]).encode()) for place in span] for span in spans]
     for token in tokens:
@@ -483,8 +484,33 @@ def check_tokens(template, ids, flags, text, spans, add_end):
         learned.append(any(position < stop and end > start for start, stop in spans))
         position = end
     check(position == len(undisguise(text).encode()), 'the reference has lost its place', text)
-    learned += [True] * add_end
-    check(((flags & LEARNED) > 0).tolist() == learned, 'another mask', text, spans, flags.tolist())
+    return ids, learned + [True] * add_end
+
+
+def check_tokens(template, ids, flags, text, spans, add_end):
+    """Check the ids of a text, and which of them are learned."""
+    if template.name == 'takes in spaces':
+        return
+    expected, learned = encoded(template, text, spans, add_end)
+    check(ids.tolist() == expected, 'other ids', text, ids.tolist(), expected)
+    if learned is not None:
+        check(((flags & LEARNED) > 0).tolist() == learned, 'another mask', text, spans, flags.tolist())
+
+
+def check_one_for_all(template, ids, flags, expected, row):
+    """Check that an example with AS_END teaches the same tokens, each after the same ones, as an example for each
+    answer."""
+    if template.name == 'takes in spaces':
+        return
+    places = np.flatnonzero(flags & LEARNED)
+    ours = {(*ids[:place].tolist(), template.eot if flags[place] & AS_END else int(ids[place])) for place in places}
+    theirs = set()
+    for example in expected:
+        tokens, learned = encoded(template, *example)
+        if learned is None:
+            return
+        theirs |= {tuple(tokens[: place + 1]) for place in np.flatnonzero(learned)}
+    check(ours == theirs, 'other tokens are learned', row, sorted(ours ^ theirs))
 
 
 def check_words(messages, tools, learned, examples, row):
