@@ -255,6 +255,13 @@ def read_plainly(path, columns):
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(data), 'zstd') as stream:
             data, name = stream.read(), path.with_suffix('')
     ending = name.suffix.lower()
+    if ending in ('.jsonl', '.ndjson') and begins_with_an_array(data):
+        if name != path:
+            raise ValueError('an array in place of lines, compressed')
+        try:
+            return 'json', rows_of(json.loads(data.decode('utf-8-sig'))), 0
+        except ValueError:
+            return 'json', [], 1
     if ending in ('.jsonl', '.ndjson') or (ending == '.json' and name != path):
         return 'jsonl', *json_lines(data)
     if ending == '.json':
@@ -301,6 +308,19 @@ def begins_with_an_object_on_a_line(data):
         return bool(second.strip()) and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def begins_with_an_array(data):
+    """Whether lines of JSON are one array: on several lines, or on a single one unless it is a list of messages."""
+    lines = [line for line in data.removeprefix(b'\xef\xbb\xbf').split(b'\n') if line.strip()]
+    if not lines or not lines[0].strip().startswith(b'['):
+        return False
+    try:
+        row = json.loads(lines[0])
+    except ValueError:
+        return True
+    first = row[0] if row else None
+    return len(lines) == 1 and not (isinstance(first, dict) and {'role', 'from'} & set(first))
 
 
 def rows_of(content):
@@ -414,7 +434,12 @@ def check_files(draw, folder):
             text = chat_rows.conversation_of(row) if source.chat else plain_text(row, kind, content.text_field)
         except ValueError:
             text = None
-        if kind != 'yaml' and not (source.chat or content.text_field) and is_chat(row) and 'text' not in row:
+        if (
+            (kind != 'yaml' or len(data) > sources.FIRST_BYTES)
+            and not (source.chat or content.text_field)
+            and is_chat(row)
+            and 'text' not in row
+        ):
             text = None  # it is among texts
         if kind == 'csv' and text is not None and re.search('[\udc80-\udcff]', text):  # no UTF-8
             text = None
