@@ -69,7 +69,7 @@ class Keys:
     n_experts = 0  # mixture of experts (llama, qwen3): MLPs per block, of which a token meets a few; 0 = off [>= 0]
     experts_per_token = 2  # experts that compute each token; the router chooses them [>= 1]
     expert_hidden_dim: int | None = None  # width of an expert; None = mlp_hidden_dim / experts_per_token [>= 1]
-    router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off [>= 0]
+    router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off (init_from: unless it is given) [>= 0]
     router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps the logits small (OLMoE: 0.001) [>= 0]
     router_bias = 0.0  # balance by a bias per expert, which moves by this per step; 0 = off (DeepSeek-V3: 0.001) [>= 0]
     vocab_size: int | None = None  # None = the dataset's; the embedding is padded to a multiple of 64 [>= 1]
@@ -247,6 +247,7 @@ OTHER_TRAINERS = {
 #     explicit      the keys that were set
 #     transformers  a class of transformers computes the model (init_from without native)
 #     has_dropout   that class has some
+#     has_routers   that class is a mixture whose routers can be balanced
 #     is_chat       the dataset holds conversations
 #     ends_at_s     when the Slurm job ends, inf outside of one
 # A key or fact that a script lacks is None. A key whose wish is fulfilled anyway has no line: zero_stage on one rank.
@@ -257,7 +258,6 @@ REFUSED = (
 )  # an error, since without LoRA all weights would be trained
 DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
 CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
-EXPERTS = ('in a mixture that model.py computes: --n_experts, or --native=True', lambda run: run.n_experts)
 READ_IF = {
     'train': {
         'resume': ('without --eval_only', lambda run: not run.eval_only),
@@ -279,8 +279,12 @@ READ_IF = {
             'with --heads, whose rule is not asked if a learning_rate is given',
             lambda run: run.heads and 'learning_rate' not in run.explicit,
         ),
-        'experts_per_token expert_hidden_dim router_bias': ('with --n_experts', EXPERTS[1]),
-        'router_aux router_z': EXPERTS,
+        'experts_per_token expert_hidden_dim router_bias': ('with --n_experts', lambda run: run.n_experts),
+        'router_aux router_z': (
+            'in a mixture: with --n_experts, or an init_from for which transformers has a balancing loss (not with '
+            'DeepSpeed)',
+            lambda run: run.n_experts or run.has_routers,
+        ),
         'dropout': (
             "in a class that has dropout: this one's configuration names none",
             lambda run: not run.transformers or run.has_dropout,

@@ -466,8 +466,9 @@ class MLP(nn.Module):
 # limit some tokens would have to be dropped, and which ones would depend on what else is in the batch.
 
 
-class Router(nn.Module):
-    """Chooses k of E experts for each token, and the weight of each of their outputs.
+class Balance(nn.Module):
+    """What keeps the experts of one router in balance. It is a part of Router, and stands beside a router of
+    transformers (huggingface/finetune.py).
 
     Left alone, training sends more and more tokens to a few experts, which learn from them and so are chosen again,
     while other experts die. The usual remedy is the loss in loss_sum(); another one is `bias`. Both depend on `load`
@@ -475,11 +476,10 @@ class Router(nn.Module):
     on average over the global batch, so that the loads sum to k. balance_experts() updates it once a step.
     """
 
-    def __init__(self, config):
+    def __init__(self, n_experts, k, aux, z, bias_rate=0.0):
         super().__init__()
-        self.n_experts, self.k = config.n_experts, config.experts_per_token
-        self.aux, self.z, self.bias_rate = config.router_aux, config.router_z, config.router_bias
-        self.weight = nn.Parameter(torch.empty(self.n_experts, config.n_embd))
+        self.n_experts, self.k = n_experts, k
+        self.aux, self.z, self.bias_rate = aux, z, bias_rate
         self.register_buffer('load', torch.empty(self.n_experts))
         self.register_buffer('bias', torch.empty(self.n_experts) if self.bias_rate else None)
         # This rank's counts in the step so far: the tokens of each expert, and last the sum over tokens of the router's
@@ -493,27 +493,6 @@ class Router(nn.Module):
         self.seen.zero_()
         if self.bias is not None:
             self.bias.zero_()
-
-    def forward(self, x, choice=None):
-        """x (N, C) -> weights (N, k), which sum to 1 for each token; chosen (N, k), numbers of experts; logits (N, E).
-
-        This is computed in fp32 whatever the dtype of x, because with bf16 logits 1 token in 30 has a tie between the
-        last expert that is chosen and the next one. The router's weight is rounded to the dtype of x first, since under
-        fully_shard it arrives rounded.
-        choice: a list for activation checkpointing, empty at first, in which the first forward leaves its choice for
-        the second. If a GPU chose again, a near tie could end differently, and backward would not match forward.
-        """
-        logits = F.linear(x.float(), self.weight.to(x.dtype).float())  # (N, E)
-        p = logits.softmax(-1)
-        if choice:
-            chosen = choice[0]
-        else:
-            scores = p.detach() if self.bias is None else p.detach() + self.bias  # the bias affects the choice only
-            chosen = scores.topk(self.k).indices
-            if choice is not None:
-                choice.append(chosen)
-        weights = p.gather(1, chosen)
-        return weights / weights.sum(-1, keepdim=True), chosen, logits
 
     def loss_sum(self, chosen, logits, valid):
         """
@@ -537,6 +516,36 @@ class Router(nn.Module):
             counted = valid.double().repeat_interleave(self.k)  # (N*k)
             self.seen.scatter_add_(0, chosen.flatten(), counted)  # sums of ones: the same in any order
         return ((self.aux * self.n_experts * (p @ self.load) + self.z * lse**2) * valid).sum()
+
+
+class Router(Balance):
+    """Chooses k of E experts for each token, and the weight of each of their outputs."""
+
+    def __init__(self, config):
+        rates = config.router_aux, config.router_z, config.router_bias
+        super().__init__(config.n_experts, config.experts_per_token, *rates)
+        self.weight = nn.Parameter(torch.empty(self.n_experts, config.n_embd))
+
+    def forward(self, x, choice=None):
+        """x (N, C) -> weights (N, k), which sum to 1 for each token; chosen (N, k), numbers of experts; logits (N, E).
+
+        This is computed in fp32 whatever the dtype of x, because with bf16 logits 1 token in 30 has a tie between the
+        last expert that is chosen and the next one. The router's weight is rounded to the dtype of x first, since under
+        fully_shard it arrives rounded.
+        choice: a list for activation checkpointing, empty at first, in which the first forward leaves its choice for
+        the second. If a GPU chose again, a near tie could end differently, and backward would not match forward.
+        """
+        logits = F.linear(x.float(), self.weight.to(x.dtype).float())  # (N, E)
+        p = logits.softmax(-1)
+        if choice:
+            chosen = choice[0]
+        else:
+            scores = p.detach() if self.bias is None else p.detach() + self.bias  # the bias affects the choice only
+            chosen = scores.topk(self.k).indices
+            if choice is not None:
+                choice.append(chosen)
+        weights = p.gather(1, chosen)
+        return weights / weights.sum(-1, keepdim=True), chosen, logits
 
 
 class ExpertLinear(nn.Module):
@@ -652,6 +661,19 @@ class MoE(nn.Module):
         return y.view_as(x), (chosen, logits)
 
 
+def is_load(name):
+    """Whether a tensor of this name is the `load` of a Balance, which belongs to the training and not to the model."""
+    return name.endswith('router.load')
+
+
+def loss_of_routers(routers, routings, y):
+    """What the routers of all layers, each a Balance, add to the loss_sum of the targets y. routings: for each of them
+    (chosen (N, k), logits (N, E))."""
+    valid = y.flatten() >= 0  # the same tokens as in the cross-entropy
+    of_layers = [router.loss_sum(*routing, valid) for router, routing in zip(routers, routings, strict=True)]
+    return sum(of_layers) / len(of_layers)
+
+
 @torch.no_grad()
 def balance_experts(model, skip=False, group=None):
     """
@@ -711,7 +733,7 @@ def router_metrics(model):
     tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
     of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
     of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
-    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices
+    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices if isinstance(model, GPT) else experts
     if on_a_rank < experts:  # each rank holds equally many consecutive ones
         of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
     row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}
@@ -951,9 +973,7 @@ class GPT(nn.Module):
         loss_sum, ce_sum = ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
         if self.routers and self.training and torch.is_grad_enabled():
             # Not in the blocks, because with activation checkpointing these would count their tokens twice.
-            valid = y.flatten() >= 0  # the same tokens as in the cross-entropy
-            of_layers = [router.loss_sum(*said, valid) for router, said in zip(self.routers, routings, strict=True)]
-            loss_sum = loss_sum + sum(of_layers) / len(of_layers)
+            loss_sum = loss_sum + loss_of_routers(self.routers, routings, y)
         return loss_sum, ce_sum
 
     def whole_head(self):

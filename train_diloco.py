@@ -49,7 +49,7 @@ import meshes
 import optim
 import tensor_manual
 from exchange import diloco_check
-from model import balance_experts
+from model import balance_experts, is_load
 from runtime import checkpoint, health, offload, processes
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
@@ -116,7 +116,7 @@ def outer_step(theta, pseudo_gradient, momentum):
 
 
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
-loads = {name: buffer for name, buffer in raw_model.named_buffers() if name.endswith('router.load')}
+loads = {name: buffer for name, buffer in raw_model.named_buffers() if is_load(name)}
 make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
     num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,

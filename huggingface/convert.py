@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from huggingface import rotation
 from huggingface.files import Weights
-from model import ModelConfig
+from model import ModelConfig, is_load
 from runtime.files import read_json
 
 # Modules of model.py -> modules of transformers, first those of the whole model, then those of a block.
@@ -116,7 +116,7 @@ def to_transformers(state_dict, model_config):
     qkv_rows = [model_config.n_head * model_config.head_dim, kv_rows, kv_rows]
     theirs = {}
     for name, tensor in state_dict.items():
-        if name.endswith('router.load'):  # belongs to the training, not to the model
+        if is_load(name):
             continue
         if '.experts.' in name:
             theirs |= experts_to_transformers(name, state_dict, model_config)

@@ -19,6 +19,7 @@ import re
 import torch
 from torch.distributed.tensor import DTensor
 
+from model import is_load
 from runtime.checkpoint import is_finite
 from runtime.files import refuse_lfs_pointer
 
@@ -183,7 +184,7 @@ def tensors_to_load(model):
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
             module, _, attribute = name.rpartition('.')
-            if attribute not in model.get_submodule(module)._non_persistent_buffers_set:
+            if attribute not in model.get_submodule(module)._non_persistent_buffers_set and not is_load(name):
                 names.setdefault(tensor, []).append(name)
     return {aliases[0]: aliases for aliases in names.values()}
 

@@ -39,7 +39,17 @@ from torch.distributed.tensor import DTensor
 
 from huggingface import lora, nf4, rotation
 from huggingface.files import Weights, find_folder, local_rows, refuse_not_finite, tensors_to_load
-from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, layout_of_documents, recomputed
+from model import (
+    GPT,
+    Balance,
+    ChunkedCrossEntropy,
+    MaskedLayout,
+    cross_entropy,
+    is_load,
+    layout_of_documents,
+    loss_of_routers,
+    recomputed,
+)
 from runtime import processes
 from runtime.errors import is_lost_peer, is_out_of_memory, one_line
 from runtime.files import merge_command, refuse_lfs_pointer
@@ -103,6 +113,8 @@ class Pretrained:
     frozen_dtype: str | None = None  # of matrices that are not trained: 'float32', 'bfloat16', 'nf4'; None = exact
     dropout: float = 0.0
     z_loss: float = 0.0
+    router_aux: float = 0.0  # of a mixture; with both at 0 its routers are not looked at
+    router_z: float = 0.0
     rope_theta: float | None = None  # of the rotary embedding; None = the folder's
     yarn: list | None = None  # as in model.ModelConfig; if the second number is left out, it is the folder's
     trust_remote_code: bool = False
@@ -181,6 +193,12 @@ class Pretrained:
         names = [name for name in vars(self.config.get_text_config()) if DROPOUT.search(name)]
         return any(not re.search('classifier|summary', name) for name in names)
 
+    @property
+    def has_routers(self):
+        """Whether the class is a mixture whose experts router_aux and router_z can balance."""
+        with torch.device('meta'):
+            return bool(find_routers(self.empty_model()))
+
     def holds_another_head(self):
         """Whether the files hold different tensors where by config.json the model has a single tied parameter. In this
         case from_pretrained() trusts the files and ties nothing."""
@@ -214,6 +232,8 @@ class Pretrained:
             Weights(source)  # raises if there are none
         keys = 'block_size freeze frozen_dtype dropout z_loss rope_theta yarn trust_remote_code'
         options = {key: config[key] for key in [*keys.split(), *LORA_KEYS]}
+        # Most people who fine-tune a mixture add no balancing loss, so its default is for training from scratch.
+        options |= {key: config[key] for key in ('router_aux', 'router_z') if key in explicit}
         return cls(source or kept, weights_folder=source or init_from, **options)
 
     @classmethod
@@ -418,6 +438,7 @@ class ForTraining:
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # for each parameter with several places, its [(module, attribute), ...]; set by for_training()
     counts = flops = None  # parameter_counts() and flops_per_token() from before weights were packed into bytes
+    routers = ()  # if a mixture is to be balanced: a Balance for each of its routers
     is_whole = False  # not sharded: weights are fp32 masters or stored frozen ones, see lora.compute_from_stored()
 
     def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
@@ -448,13 +469,20 @@ class ForTraining:
                 logits = super().forward(x, **options).logits
                 if y is None:
                     return logits if then is None else then(logits, None)
-                targets, vocab_size = y.flatten(), logits.shape[-1]
-                return loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
-            hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
-        if then is not None:
-            return then(hidden, head.weight)
-        options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
-        return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
+                hidden, targets, vocab_size = None, y.flatten(), logits.shape[-1]
+                sums = loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
+            else:
+                hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
+        if hidden is not None:
+            if then is not None:
+                return then(hidden, head.weight)
+            options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
+            sums = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
+        if self.routers and self.training and torch.is_grad_enabled():
+            loss_sum, ce_sum = sums
+            routings = [router.__dict__.pop('routing') for router in self.routers]  # nothing else keeps them
+            return loss_sum + loss_of_routers(self.routers, routings, y), ce_sum
+        return sums
 
     def last_logits(self, x, layout, cache):
         """Logits (B, 1, V) after the last token of x (B, T), whose tokens follow those in the cache."""
@@ -496,11 +524,21 @@ class ForTraining:
     def _apply(self, *args, **kwargs):
         """Called by to_empty(), to() and the like. These make new parameters, so they are tied again here; to_empty()
         leaves garbage in buffers, so those that no file holds are filled again."""
+        had_values = not any(parameter.is_meta for parameter in self.parameters())
         super()._apply(*args, **kwargs)
         self.tie()
         if not any(parameter.is_meta for parameter in self.parameters()):
             fill_buffers(self, self.device_of_buffers)
+            for router in self.routers if not had_values else ():
+                router.begin()
         return self
+
+    def _init_weights(self, module):
+        """transformers' rules for what no file holds, and one for the counts of balance_routers()."""
+        if isinstance(module, Balance):
+            module.seen.zero_()
+        else:
+            super()._init_weights(module)
 
     def tie(self):
         """Put the first parameter of each tie into its other places."""
@@ -558,7 +596,62 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.train()
     lora.freeze(model, pretrained)
     lora.store_frozen(model, pretrained)
+    if pretrained.router_aux or pretrained.router_z:
+        balance_routers(model, pretrained)
     return model
+
+
+def find_routers(model):
+    """[(block, router)] of a mixture for which transformers has a balancing loss of its own. Such a router returns
+    (logits (N, E), weights (N, k), chosen (N, k))."""
+    if not hasattr(model.config.get_text_config(), 'router_aux_loss_coef'):
+        return []
+    recorder = (getattr(model.base_model, '_can_record_outputs', None) or {}).get('router_logits')
+    if getattr(recorder, 'target_class', None) is None or recorder.index != 0:
+        return []
+    found = [(block, module) for block in find_blocks(model) for module in block.modules()]
+    found = [(block, module) for block, module in found if isinstance(module, recorder.target_class)]
+    return found if all(hasattr(router, 'top_k') and hasattr(router, 'num_experts') for _, router in found) else []
+
+
+def balance_routers(model, pretrained):
+    """
+    Let the routers of a mixture add to the loss what those of model.GPT add, and count their tokens for
+    model.balance_experts(). Each gets a Balance in its block, whose load is saved in checkpoints.
+
+    What a router says leaves the block as a second output, as in model.Block. A block that is computed twice, with
+    activation checkpointing, is still counted once, and it remains a single graph for torch.compile.
+    """
+    routers = []
+    for block, router in find_routers(model):
+        block.balanced_router = Balance(router.num_experts, router.top_k, pretrained.router_aux, pretrained.router_z)
+        router.said = None
+        router.register_forward_hook(note_routing)
+        block.forward = functools.partial(with_routing, block.forward, router)
+        block.register_forward_hook(keep_routing)
+        routers.append(block.balanced_router)
+    model.routers = routers
+
+
+def note_routing(router, args, output):
+    """Forward hook of a router."""
+    logits, _, chosen = output
+    router.said = chosen, logits
+
+
+def with_routing(forward, router, *args, **kwargs):
+    """A block's forward(*args, **kwargs), and (chosen (N, k), logits (N, E)) of its router."""
+    output = forward(*args, **kwargs)
+    said, router.said = router.said, None
+    return output, said
+
+
+def keep_routing(block, args, output):
+    """Forward hook of a block: what its router said is kept for the loss, and transformers gets the rest."""
+    output, (chosen, logits) = output
+    if block.training and torch.is_grad_enabled():
+        block.balanced_router.routing = chosen, logits.float()
+    return output
 
 
 @contextlib.contextmanager
@@ -825,6 +918,7 @@ def base_weights(model, pretrained, weights):
 def for_inference(pretrained, weights):
     """A model of transformers' own class, without ForTraining, with a checkpoint's `weights`, {name: tensor}. LoRA is
     merged; weights that the checkpoint leaves out come from pretrained's folder. Does not move or cast anything."""
+    weights = {name: tensor for name, tensor in weights.items() if not is_load(name)}
     with torch.device('meta'):
         model = pretrained.empty_model()
     if pretrained.lora_rank:
@@ -848,6 +942,7 @@ def for_generation(pretrained, weights, compute_dtype, device):
         weights = weights_of_folder(pretrained, model)
     elif pretrained.lora_rank:
         weights = lora.merge_lora(model, {**base_weights(model, pretrained, weights), **weights}, pretrained)
+    weights = {name: tensor for name, tensor in weights.items() if not is_load(name)}
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     assert not unexpected, f'{unexpected[:3]} of the weights are not in {type(model).__name__}'
     model.tie()

@@ -208,6 +208,8 @@ def open_model_and_data(run):
         if config.native:
             native.refuse_other_families(config.init_from)
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
+        if run.strategy == 'deepspeed':  # its checkpoints hold nothing but weights and moments, so no load
+            run.pretrained.router_aux = run.pretrained.router_z = 0.0
         if config.native:
             native.model_config_of(run.pretrained)  # raises for a feature that model.py lacks, before data is opened
         config.vocab_size = run.pretrained.vocab_size
@@ -318,6 +320,8 @@ def check_effects(run):
     config, pretrained = run.config, None if run.config.native else run.pretrained
     facts = {'transformers': pretrained is not None, 'has_dropout': pretrained and pretrained.has_dropout}
     facts |= {'is_chat': run.train_data.is_chat, 'ends_at_s': None}
+    if {'router_aux', 'router_z'} & {*run.explicit}:
+        facts['has_routers'] = pretrained and run.strategy != 'deepspeed' and pretrained.has_routers
     if 'stop_before_end_s' in run.explicit:
         facts['ends_at_s'] = stopping.end_of_slurm_job()
     run.notes += without_effect(f'train_{run.strategy}.py', config, run.explicit, **facts)
@@ -680,6 +684,8 @@ def make_model(run):
         float8.convert(model)
     offload.checkpoint_activations(model, config.activation_checkpointing)
     if config.compile:
+        if not isinstance(model, GPT) and model.routers:  # their hooks need not run again in backward
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         for block in model.blocks:
             block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
     if config.compile and run.on_cuda:  # on a CPU the loss is faster uncompiled

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import moments
+from model import is_load
 from runtime import processes
 from runtime.best import step_of_best
 from runtime.checkpoint_parts import (
@@ -615,6 +616,10 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
                 if key not in in_fewer_bits:
                     optimizer_state.setdefault(index, {})[slot] = value
                 targets[key] = in_whole(model, names[parameters[index]], value)
+
+    # A fine-tuning run may begin to balance its experts when it resumes, or end it; at first the load is uniform.
+    for key in filter(is_load, saved.keys() ^ targets.keys()):
+        saved.pop(key, None), targets.pop(key, None)
 
     def kind(tensors, key):
         return f'{tuple(tensors[key].shape)} {tensors[key].dtype}' if key in tensors else 'missing'

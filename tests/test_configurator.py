@@ -432,7 +432,9 @@ READ = {
         'windows=stream': ({}, {'is_chat': True}),
         'trust_remote_code=True': ({'transformers': True}, {}),
         'lr_rule=512': ({'heads': 8}, {}),
-        'experts_per_token=2 expert_hidden_dim=8 router_bias=0.1 router_aux=0.1 router_z=0.1': ({'n_experts': 8}, {}),
+        'experts_per_token=2 expert_hidden_dim=8 router_bias=0.1': ({'n_experts': 8}, {}),
+        'router_aux=0.1': ({'n_experts': 8}, {'transformers': True}),
+        'router_z=0.1': ({'transformers': True, 'has_routers': True}, {'transformers': True, 'has_routers': False}),
         'dropout=0.1': ({'transformers': True, 'has_dropout': True}, {'transformers': True}),
         'lora_alpha=8.5 lora_targets=q_proj lora_dropout=0.1 lora_rslora=True modules_to_save=norm': (
             {'lora_rank': 4},

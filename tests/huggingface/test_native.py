@@ -204,7 +204,7 @@ LAYOUTS = {
 }
 KINDS = ('llama_tied', 'gpt2', 'qwen3_moe')
 CHANGES = {'qwen3_moe': {'norm_topk_prob': True}}
-KEYS = {'qwen3_moe': ['--router_aux=0']}  # as transformers' class is trained here
+KEYS = {'qwen3_moe': ['--router_aux=1', '--router_z=0.01']}  # without them transformers' class has no such loss
 CASES = [
     (kind, layout)
     for kind in KINDS
