@@ -402,20 +402,22 @@ def without_effect(script, config, explicit, **facts):
 
     script: the name of the file that runs. config, explicit: from configure(), filled in. facts: as READ_IF has them.
     A key of a config file counts if the file names the script, as in a command in its comments; the file may have been
-    written for another one. A value that is off, and is so by default, asks for nothing.
+    written for another one. A value that is off, and is so by default, asks for nothing. In a file no default does.
     Raises ValueError for a key of REFUSED.
     """
     run, lines = Facts({**vars(config), **facts, 'explicit': explicit}), []
     for keys, (needs, is_read) in READ_IF.get(script, READ_IF['train']).items():
         for key in keys.split():
             value = getattr(config, key, None)
-            asks = key in explicit and (value or value != getattr(type(config), key, None))
+            is_default = value == getattr(type(config), key, None)
+            asks = key in explicit and (value or not is_default)
             if not asks or is_read(run):
                 continue
             line = f'{key}={shown(value)} has no effect here, only {needs}'
             if key in REFUSED:
                 raise ValueError(f'{line}; or leave it out')
-            if explicit[key] == 'command line' or script in Path(explicit[key]).read_text(encoding='utf-8'):
+            where = explicit[key]
+            if where == 'command line' or (not is_default and script in Path(where).read_text(encoding='utf-8')):
                 lines.append(f'WARNING: {line}')
     return lines
 
@@ -494,7 +496,7 @@ def numbers_in(value):
 def at_home(value):
     """A path or a list of paths, with the home folder in place of a leading ~, which shells leave in --key=~/x."""
     if isinstance(value, list):
-        return [at_home(path) for path in value]
+        return [at_home(str(path)) for path in value]  # a file may be called 2
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 

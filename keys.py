@@ -268,8 +268,12 @@ READ_IF = {
             lambda run: run.wandb_log or 'wandb_log' in run.explicit,
         ),
         'windows': (
-            'on text: conversations are always packed whole',
+            'on text: conversations are always kept whole',
             lambda run: not run.is_chat or run.windows == 'documents',
+        ),
+        'packing': (
+            'on conversations, or on text with --windows=documents',
+            lambda run: run.packing or run.is_chat or run.windows == 'documents',
         ),
         'trust_remote_code': (
             'with a Hugging Face folder as --init_from',

@@ -226,6 +226,7 @@ def test_a_tilde_is_the_home_folder_in_every_key_that_is_a_path(monkeypatch):
                 assert parse('~/x', knob, key) == checked('~/x', knob, key) == expected, (script, key)
             elif 'list' in knob.types and key in paths:
                 assert parse('~/x,y/~z', knob, key) == parse(['~/x,y/~z'], knob, key) == ['/home/reader/x', 'y/~z']
+                assert parse('2', knob, key) == checked([2], knob, key) == ['2'], 'a file may have this name'
             assert ('path' in knob.tags) == (key in paths), (script, key)
 
 
@@ -430,6 +431,7 @@ READ = {
         ),
         'wandb_project=x wandb_group=x wandb_run_name=x': ({'wandb_log': True}, {}),
         'windows=stream': ({}, {'is_chat': True}),
+        'packing=False': ({'is_chat': True}, {}),
         'trust_remote_code=True': ({'transformers': True}, {}),
         'lr_rule=512': ({'heads': 8}, {}),
         'experts_per_token=2 expert_hidden_dim=8 router_bias=0.1': ({'n_experts': 8}, {}),
@@ -575,6 +577,7 @@ def test_a_key_of_a_file_counts_if_the_file_names_the_script(tmp_path):
     path = tmp_path / 'a.py'
     path.write_text('# torchrun train_fsdp.py config/a.py\n')
     assert lines_of(FSDP, 'prefetch=0', {}, str(path))
+    assert lines_of(FSDP, 'prefetch=1', {}, str(path)) == [], 'the default, for whoever reads the file'
     path.write_text('# torchrun train_ddp.py config/a.py\n')
     assert lines_of(FSDP, 'prefetch=0', {}, str(path)) == []
 

@@ -55,6 +55,8 @@ def fold_system_messages(messages):
         texts = [before.get('content'), message.get('content')]
         are_texts = all(isinstance(text, str) for text in texts)
         if before.get('role') in INSTRUCTIONS and message['role'] == 'user' and are_texts:
+            if bool(before.get('weight')) != bool(message.get('weight')):
+                raise ValueError('rows of which --fold_system would join what is learned to what is not (weight 1)')
             folded[-1] = {**message, 'content': '\n\n'.join(texts)}
         else:
             folded.append(message)

@@ -1,5 +1,6 @@
 """The chat template that a model is asked with is the one with which its data were made."""
 
+import contextlib
 import json
 import shutil
 
@@ -7,7 +8,7 @@ import pytest
 import transformers
 from chats import CHATML, QWEN3, make_tokenizer
 
-from text.conversations import digest_of, template_of, templates_of, templates_of_data
+from text.conversations import digest_of, fold_system_messages, template_of, templates_of, templates_of_data
 
 
 def put(folder, default, **others):
@@ -88,3 +89,11 @@ def test_a_run_says_if_its_model_would_be_asked_in_another_form_than_its_data_ha
     templates, (line,) = templates_of_data([one_old], folder)
     assert templates is None and line.startswith('WARNING: ') and 'put that into its folder' in line
     assert templates_of_data([text], folder) == (None, [])
+
+
+def test_no_system_message_is_folded_into_one_that_is_learned_otherwise():
+    system, user = ({'role': role, 'content': role} for role in ('system', 'user'))
+    for weights, fits in (((1, 0), False), ((None, 1), False), ((1, 1), True), ((0, None), True)):
+        messages = [{**message, 'weight': weight} for message, weight in zip((system, user), weights, strict=True)]
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match='would join what is learned'):
+            assert fold_system_messages(messages)[0]['content'] == 'system\n\nuser'
