@@ -25,14 +25,14 @@ class Console(io.FileIO):
 def outlive():
     """From here on, what is printed raises no OSError. Streams that are not this process's own, as in tests, stay."""
     for name in ('stdout', 'stderr'):
-        stream = getattr(sys, name)
-        if stream is None or stream is not getattr(sys, f'__{name}__'):
+        file = getattr(sys, name)
+        if file is None or file is not getattr(sys, f'__{name}__'):
             continue
-        if isinstance(getattr(stream.buffer, 'raw', stream.buffer), Console):  # it does so already
+        if isinstance(getattr(file.buffer, 'raw', file.buffer), Console):  # it does so already
             continue
-        raw = Console(stream.fileno(), 'w', closefd=False)
-        binary = raw if stream.write_through else io.BufferedWriter(raw)  # write_through: python -u
-        kept = {key: getattr(stream, key) for key in ('encoding', 'errors', 'line_buffering', 'write_through')}
+        raw = Console(file.fileno(), 'w', closefd=False)
+        binary = raw if file.write_through else io.BufferedWriter(raw)  # write_through: python -u
+        kept = {key: getattr(file, key) for key in ('encoding', 'errors', 'line_buffering', 'write_through')}
         outliving = io.TextIOWrapper(binary, **kept)
         setattr(sys, name, outliving)
         setattr(sys, f'__{name}__', outliving)
