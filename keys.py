@@ -251,11 +251,7 @@ OTHER_TRAINERS = {
 #     is_chat       the dataset holds conversations
 #     ends_at_s     when the Slurm job ends, inf outside of one
 # A key or fact that a script lacks is None. A key whose wish is fulfilled anyway has no line: zero_stage on one rank.
-REFUSED = (
-    'lora_dropout',
-    'lora_rslora',
-    'modules_to_save',
-)  # an error, since without LoRA all weights would be trained
+REFUSED = ('lora_dropout', 'lora_rslora', 'modules_to_save')  # an error: without LoRA all weights would be trained
 DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
 CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
 READ_IF = {

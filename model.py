@@ -436,7 +436,7 @@ class Attention(nn.Module):
         else:
             options = {'dropout_p': dropout, 'enable_gqa': self.n_kv_head < self.n_head}
             if x.shape[1] > 1:  # a single token looks at all before it
-                options['is_causal'] = True  # no comparison: for the compiler that would be no bool if T varies
+                options['is_causal'] = True  # the comparison itself is no bool for the compiler where T varies
             y = F.scaled_dot_product_attention(q, k, v, **options)
         y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gated:

@@ -674,7 +674,8 @@ def test_a_mistake_of_all_ranks_is_said_once_and_once_more_in_the_summary_of_tor
     assert said == '[0] ' and summed_up.split() == ['traceback', ':'], lines
     assert 'new message format' not in result.stderr, result.stderr
     # A rank that torchrun ends while it is still importing is in the summary, too, but it says nothing.
-    assert re.findall(r'exitcode +: (\S+)', result.stderr)[-1] == '2', result.stderr
+    *others, first = re.findall(r'exitcode +: (\S+)', result.stderr)
+    assert first == '2' and {*others} <= {'-15'}, result.stderr
 
 
 def test_a_script_may_be_called_through_a_link_and_without_docstrings(tmp_path):
