@@ -45,17 +45,18 @@ def measure_all(config, train_keys, explicit):
                 keys = run_matrix.keys_of_run('single', 1, given, config, train_keys, explicit, 1)
             except (Mistake, ValueError) as error:
                 raise ValueError(f'{recipe}, {axis} {size}: {error}') from None
-            models.append(({'recipe': recipe, 'axis': axis, 'size': size, 'seed': seed}, {**defaults, **keys}))
+            models.append(({'recipe': recipe, 'axis': axis, 'size': size, 'seed': seed}, keys))
     rows = []
     for row, keys in models:
-        rows.append(row | measure(keys))
+        rows.append(row | measure({**defaults, **keys}, explicit=dict.fromkeys(keys, 'command line')))
         found = ', '.join(f'{part} {rows[-1][part]:.4g}' for part in PARTS)
         print(f'{row["recipe"]}, {row["axis"]} {row["size"]}, seed {row["seed"]}: {found}', flush=True)
     return rows
 
 
-def measure(keys):
-    """{part: mean |activation| after max_iters steps} of one model. keys: all keys of train_ddp.py."""
+def measure(keys, explicit):
+    """{part: mean |activation| after max_iters steps} of one model. keys: all keys of train_ddp.py. explicit: those
+    that a run would be given, as configure() returns them."""
     import torch  # here, so that --help is quick
 
     import data
@@ -67,7 +68,7 @@ def measure(keys):
     device = processes.choose_device(config.device, 0)
     train_data, val_data = (data.open_mixture(keys, split) for split in ('train', 'val'))
     dtype = processes.choose_dtype(config.dtype, device)
-    run = begin.Run(config, keys, 'ddp', 0, 1, device, dtype, 1, train_data=train_data, val_data=val_data)
+    run = begin.Run(config, explicit, 'ddp', 0, 1, device, dtype, 1, train_data=train_data, val_data=val_data)
     begin.fill_in(run)
     model = GPT(run.model_config, dtype).to(device)
     with torch.no_grad():

@@ -207,7 +207,8 @@ def test_checkpointing_and_a_smaller_batch_are_predicted_to_help():
     shape = shape_of('llama with grouped queries')
 
     def need(**changes):
-        return sum(predicted_memory(config_of(shape, **changes), shape.to_dict(), 1).values())
+        parts = predicted_memory(config_of(shape, **changes), shape.to_dict(), 1)
+        return sum(parts.values()) - parts.get('workspace', 0)  # of the matmuls, which only a GPU has
 
     modes = [need(activation_checkpointing=mode) for mode in ('full', 'selective', 'none')]
     assert modes == sorted(modes) and len(set(modes)) == 3
