@@ -90,8 +90,8 @@ from tqdm import tqdm
 
 from comparison import coordinates, jobs, plots, report, results, run_matrix, sweep, verdict
 from comparison.results import folder_of
-from runtime import errors, processes
-from runtime.files import ROOT, read_json
+from system import errors, processes
+from system.files import ROOT, read_json
 
 # --- RUN --------------------------------------------------------------------------------------------------------------
 

@@ -40,8 +40,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from runtime.errors import one_line, report_errors
-from runtime.files import merge_command, sha256_of, write_file
+from system.errors import one_line, report_errors
+from system.files import merge_command, sha256_of, write_file
 
 report_errors()
 

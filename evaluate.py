@@ -64,16 +64,17 @@ import meshes
 from evaluation import in_run, tasks
 from huggingface import finetune, native, rounding
 from model import GPT, ModelConfig
-from runtime import begin, checkpoint, errors, processes
-from runtime.files import sha256_of
+from runtime import begin, checkpoint
+from system import collectives, devices, errors, processes
+from system.files import sha256_of
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 # --- PROCESSES --------------------------------------------------------------------------------------------------------
 errors.report_errors(lambda: 'lower batch_size or block_size, or use --shard=torch on several ranks')
 processes.end_with_parent()
 rank, local_rank, world_size = processes.ranks_from_environment()
-device = processes.choose_device(config.device, local_rank)
-compute_dtype = processes.choose_dtype(config.dtype, device)
+device = devices.choose_device(config.device, local_rank)
+compute_dtype = devices.choose_dtype(config.dtype, device)
 if not config.tasks:
     raise ValueError('no tasks: name files of them, --tasks=tasks/piqa.jsonl; docs/evaluate.md says how to get some')
 if config.chat_template_kwargs and not config.apply_chat_template:
@@ -127,7 +128,7 @@ window = config.block_size or positions
 if window > positions:
     raise ValueError(f'block_size={window}: the model has {positions} positions: use --block_size={positions} or less')
 
-processes.on_rank_0(append_result, None)  # fail now, not after all the work
+collectives.on_rank_0(append_result, None)  # fail now, not after all the work
 
 # --- REQUESTS: read all tasks now, so that a mistake in the last one is found early -----------------------------------
 options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protocol')}

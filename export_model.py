@@ -48,7 +48,8 @@ import data
 from evaluation.prompts import TransformersLanguage
 from huggingface import convert, finetune, lora, native, rounding
 from model import GPT, ModelConfig
-from runtime import checkpoint, errors, files
+from runtime import checkpoint
+from system import errors, files
 from text.conversations import template_of
 from text.tokenizer import (
     END_OF_TEXT,

@@ -82,8 +82,8 @@ from tqdm import tqdm
 
 from dataset.shards import ShardWriter, verify
 from evaluation.known_tasks import make_tasks
-from runtime import errors
-from runtime.files import write_file
+from system import errors
+from system.files import write_file
 from text import encoding, sources
 from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS
 from text.conversations import digest_of, template_of, templates_of

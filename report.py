@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from configurator import VERSION, configure, say_without_effect
-from runtime.files import ROOT, code_version
+from system.files import ROOT, code_version
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------

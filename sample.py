@@ -61,12 +61,13 @@ import data
 from evaluation import chat, prompts, sampling
 from huggingface import convert, files, finetune, native, rounding
 from model import GPT, ModelConfig, generator_of
-from runtime import checkpoint, errors, processes
+from runtime import checkpoint
+from system import devices, errors
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 errors.report_errors(lambda: 'lower batch_size', prints_result=True)
-config.device = processes.choose_device(config.device, local_rank=0)
-compute_dtype = processes.choose_dtype(config.dtype, config.device)
+config.device = devices.choose_device(config.device, local_rank=0)
+compute_dtype = devices.choose_dtype(config.dtype, config.device)
 torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would plan anew for every length, so for every token
 
 

@@ -40,10 +40,10 @@ import data
 import deepspeed_engine
 import meshes
 import optim
-from runtime import processes
 from runtime.begin import begin, initialise, make_model
-from runtime.files import write_file
 from runtime.watch import Watch
+from system import collectives
+from system.files import write_file
 
 run = begin(config, explicit, 'deepspeed')  # ranks, device, data; every key that the run needs now has a value
 config.compile = config.compile and (config.zero_stage < 3 or 'compile' in explicit)  # off by default under stage 3
@@ -74,7 +74,7 @@ run.notes.append(deepspeed_engine.dtypes(model, config.dtype))
 loss_scaler = deepspeed_engine.adapting_loss_scaler(model)  # in fp16 the engine scales; `scaler` only keeps the state
 if found and loss_scaler:
     loss_scaler.cur_scale = scaler.get_scale()
-processes.on_rank_0(write_file, f'{config.out_dir}/deepspeed.json', json.dumps(engine_config, indent=1))
+collectives.on_rank_0(write_file, f'{config.out_dir}/deepspeed.json', json.dumps(engine_config, indent=1))
 
 watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)

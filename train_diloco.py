@@ -46,14 +46,16 @@ import diloco
 import expert_manual
 import fsdp_manual
 import meshes
+import offload
 import optim
 import tensor_manual
 from exchange import diloco_check
 from model import balance_experts, is_load
-from runtime import checkpoint, health, offload, processes
+from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
 from runtime.watch import Watch
+from system import collectives, processes
 
 run = begin(config, explicit, 'diloco')  # ranks, device, data; every key that the run needs now has a value
 diloco.check_keys(vars(config))  # raises unless inner_steps, overlap_steps and the like fit together
@@ -202,7 +204,7 @@ if found and step < saved['step']:
     watch.saver.wait()
     is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
     if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0: nothing was saved to replace it
-        processes.on_rank_0(checkpoint.discard, found)
+        collectives.on_rank_0(checkpoint.discard, found)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
 planner = diloco_check.Plan(outer, watch.meter, watch.say) if config.plan else None  # measures the link

@@ -39,12 +39,14 @@ import data
 import expert_manual
 import fsdp_manual
 import meshes
+import offload
 import optim
 import tensor_manual
 from model import balance_experts
-from runtime import health, offload, processes
+from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
+from system import processes
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from

@@ -43,16 +43,18 @@ import data
 import diloco
 import fsdp_manual
 import meshes
+import offload
 import optim
 from exchange import diloco_check
 from model import balance_experts
 from pool.plan import StorePlan
 from pool.replica import Replica, number_of_replicas
 from pool.rows import checksums_of_frozen
-from runtime import checkpoint, errors, health, offload, processes
+from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
 from runtime.watch import NOTHING_DUE, Watch
+from system import errors, processes
 
 errors.report_errors()
 config.num_replicas = number_of_replicas(config)  # the key's value, or that of the pool

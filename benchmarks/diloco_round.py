@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import diloco
-from runtime import processes
+from system import processes
 
 LR, MOMENTUM = 0.7, 0.9
 

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_manual
 from huggingface import finetune
-from runtime import processes
+from system import devices, processes
 
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHAPE = dict(num_hidden_layers=6, hidden_size=384, intermediate_size=1024, num_attention_heads=6, num_key_value_heads=2)
@@ -137,7 +137,7 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    has_bfloat16 = processes.choose_dtype('auto', torch.device('cpu')) == torch.bfloat16
+    has_bfloat16 = devices.choose_dtype('auto', torch.device('cpu')) == torch.bfloat16
     dtypes = arguments.dtypes or ('float32,bfloat16' if has_bfloat16 else 'float32')
     print(f'{torch.get_num_threads()} threads, {arguments.rounds} rounds')
     for vocabulary in VOCABULARIES:

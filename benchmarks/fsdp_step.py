@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_manual
 from model import GPT, ModelConfig
-from runtime import processes
+from system import devices, processes
 
 SIZES = {
     '10m': dict(n_layer=6, n_head=6, n_embd=384, vocab_size=512, block_size=256),
@@ -94,7 +94,7 @@ def main():
     arguments = parser.parse_args()
 
     warnings.filterwarnings('ignore')
-    device = processes.choose_device('auto', int(os.environ['LOCAL_RANK']))
+    device = devices.choose_device('auto', int(os.environ['LOCAL_RANK']))
     synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
     if device.type == 'cuda':
         torch.cuda.set_device(device)

@@ -16,7 +16,7 @@ Case number n of a run has the seed SEED + n, which decides all of it. A case is
 
 What is learned is compared with a plain reference: a loop over apply_chat_template, whole files read by json, csv, yaml
 and pyarrow, AutoTokenizer, from_pretrained, steps with another value of a key. Every other case has to end as a user's
-mistake does (runtime/errors.py), with one line: that of a ValueError or OSError from this project, or a note of
+mistake does (system/errors.py), with one line: that of a ValueError or OSError from this project, or a note of
 prepare_data.py. Anything else counts as a failure. All cases run in this process and call the project's functions, so
 most of them take milliseconds.
 """
@@ -48,7 +48,7 @@ from benchmarks.fuzzing.files import check_files
 from benchmarks.fuzzing.keys import check_keys
 from benchmarks.fuzzing.rows import check_row
 from benchmarks.fuzzing.tokenizers import check_tokenizer
-from runtime.errors import is_users_mistake
+from system.errors import is_users_mistake
 
 MOST_BYTES = 16 << 30  # of address space; torch alone takes 4 GB
 # {kind: (the function that checks a case, how often the kind is drawn in relation to the others)}

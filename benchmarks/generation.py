@@ -24,7 +24,7 @@ import transformers
 
 from evaluation import sampling
 from huggingface import finetune
-from runtime import processes
+from system import devices
 
 
 def transformers_generate(model, prompts, tokens):
@@ -49,7 +49,7 @@ def main():
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    device = processes.choose_device(arguments.device, local_rank=0)
+    device = devices.choose_device(arguments.device, local_rank=0)
     for dtype in arguments.dtypes:
         pretrained = finetune.Pretrained(arguments.folder)
         ours = finetune.for_generation(pretrained, None, getattr(torch, dtype), device)

@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 import torch.distributed as dist
 
-from runtime import errors, files, processes
+from system import devices, errors, files, processes
 
 SIZES = tuple(2**power for power in range(10, 30, 2))  # bytes: 1 KiB, 4 KiB, ..., 256 MiB
 LARGEST_ON_CPU = 2**26
@@ -158,7 +158,7 @@ def measure_links(device, sizes=None, seconds=0.5, timeout_s=600):
         backend = 'cpu:gloo,cuda:nccl'
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     if device.type == 'cuda':
-        processes.refuse_shared_gpus(device)
+        devices.refuse_shared_gpus(device)
     rows = bench(device, sizes, seconds)
     dist.destroy_process_group()
     return rows
@@ -173,7 +173,7 @@ def main():
     errors.report_errors(prints_result=not arguments.json)
     _, local_rank, _ = processes.ranks_from_environment()
     sizes = [size for size in SIZES if size <= arguments.largest] if arguments.largest else None
-    rows = measure_links(processes.choose_device(arguments.device, local_rank), sizes)
+    rows = measure_links(devices.choose_device(arguments.device, local_rank), sizes)
     if arguments.json and os.environ['RANK'] == '0':
         files.write_file(arguments.json, json.dumps(rows))
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import diloco
 from benchmarks.diloco_round import make_parameters, outer_step
 from pool.replica import Replica
-from runtime import processes
+from system import processes
 
 
 def give_as_another(replica, number):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from comparison import run_matrix
 from comparison.verdict import markdown
 from configurator import Mistake, read_knobs
-from runtime.files import ROOT
+from system.files import ROOT
 
 PARTS = ('embedding', 'attention', 'mlp', 'residual', 'logits')
 
@@ -62,12 +62,13 @@ def measure(keys, explicit):
     import data
     import optim
     from model import GPT
-    from runtime import begin, processes
+    from runtime import begin
+    from system import devices
 
     config = SimpleNamespace(**keys)
-    device = processes.choose_device(config.device, 0)
+    device = devices.choose_device(config.device, 0)
     train_data, val_data = (data.open_mixture(keys, split) for split in ('train', 'val'))
-    dtype = processes.choose_dtype(config.dtype, device)
+    dtype = devices.choose_dtype(config.dtype, device)
     run = begin.Run(config, explicit, 'ddp', 0, 1, device, dtype, 1, train_data=train_data, val_data=val_data)
     begin.fill_in(run)
     model = GPT(run.model_config, dtype).to(device)

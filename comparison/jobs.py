@@ -16,7 +16,7 @@ import subprocess
 import time
 
 from comparison import results, sweep
-from runtime.files import ROOT, read_json
+from system.files import ROOT, read_json
 
 ASK_S = 30  # seconds between two looks at Slurm's queue, or less if a run ends
 

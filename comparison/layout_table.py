@@ -9,7 +9,7 @@ from pathlib import Path
 
 from comparison import results, verdict
 from planning import layouts, step_time
-from runtime.files import read_json
+from system.files import read_json
 
 
 def report(config, keys, explicit):

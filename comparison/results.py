@@ -21,7 +21,7 @@ from pathlib import Path
 
 from configurator import read_knobs
 from runtime import PHASES
-from runtime.files import ROOT, read_json, write_file
+from system.files import ROOT, read_json, write_file
 
 WARM_UP = 10  # first steps, not timed: allocations, compilation, new buckets; at most a quarter of the run
 # Runs are comparable if these keys agree: those tagged [result], without two that only set max_iters and learning_rate,

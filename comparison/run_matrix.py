@@ -14,7 +14,7 @@ from pathlib import Path
 from comparison import results
 from configurator import Mistake, checked, find, read_knobs
 from runtime import batches
-from runtime.files import ROOT, read_json
+from system.files import ROOT, read_json
 
 SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
 SCRIPTS |= {'deepspeed': 'train_deepspeed.py', 'diloco': 'train_diloco.py', 'pipeline': 'train_pipeline.py'}

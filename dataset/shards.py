@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import rename_durably, replacing, sha256_of
+from system.files import rename_durably, replacing, sha256_of
 
 # Flags of a token: it counts in the loss as a target; it is the first of a conversation; as a target it is end-of-text
 # instead, with which this answer would end if it came last.

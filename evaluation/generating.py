@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from evaluation import sampling
-from runtime import processes
+from system import processes
 
 
 def batches_of(prompts, batch_size):

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evaluation.tasks import item_of
-from runtime.errors import one_line
-from runtime.files import write_file
+from system.errors import one_line
+from system.files import write_file
 from text.sources import open_stream
 
 

@@ -15,7 +15,7 @@ import json
 from typing import NamedTuple
 
 from huggingface.finetune import transformers_offline
-from runtime.errors import one_line
+from system.errors import one_line
 from text.chat_rows import BESIDE_MESSAGES, INSTRUCTIONS, question_of
 from text.conversations import ChatTemplate, fold_system_messages
 

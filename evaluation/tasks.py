@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evaluation.rules import Rule
-from runtime.errors import one_line
+from system.errors import one_line
 from text.chat_rows import tools_of
 from text.conversations import ChatTemplate
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from huggingface import rotation
 from huggingface.files import Weights
 from model import ModelConfig, is_load
-from runtime.files import read_json
+from system.files import read_json
 
 # Modules of model.py -> modules of transformers, first those of the whole model, then those of a block.
 GPT2_MODULES = {

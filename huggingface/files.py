@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from model import is_load
 from runtime.checkpoint import is_finite
-from runtime.files import refuse_lfs_pointer
+from system.files import refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
 ROWS_AT_ONCE = 4096  # rows that are compared at a time

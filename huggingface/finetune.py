@@ -50,9 +50,9 @@ from model import (
     loss_of_routers,
     recomputed,
 )
-from runtime import processes
-from runtime.errors import is_lost_peer, is_out_of_memory, one_line
-from runtime.files import merge_command, refuse_lfs_pointer
+from system import collectives, processes
+from system.errors import is_lost_peer, is_out_of_memory, one_line
+from system.files import merge_command, refuse_lfs_pointer
 
 KEPT = 'model'  # folder in out_dir with the files of init_from that a run needs, except the weights
 LARGEST_KEPT = 2**26  # bytes of a file that is kept; a large vocabulary's tokenizer.json has 20 MB
@@ -815,7 +815,9 @@ def load(model, pretrained, seed=0):
     found, lacking = weights.find(model)
     whole = {}  # on rank 0 alone
     if lacking:
-        processes.on_rank_0(lambda: whole.update(whole_model(pretrained).state_dict()), patience_s=processes.PATIENCE_S)
+        collectives.on_rank_0(
+            lambda: whole.update(whole_model(pretrained).state_dict()), patience_s=collectives.PATIENCE_S
+        )
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     sizes = {name: weights.nbytes(found[name]) if name in found else 0 for name in tensors_to_load(model)}
     problem = None
@@ -839,7 +841,7 @@ def load(model, pretrained, seed=0):
             except ValueError as error:  # in rows that this rank alone may have read
                 problem = str(error)
                 break
-    processes.raise_together(problem)
+    collectives.raise_together(problem)
 
 
 def whole_model(pretrained):
@@ -1036,7 +1038,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     processes.reshard(model)  # without a backward pass, weights that forward has gathered would stay gathered
     model.train()
     if loaded:
-        expected = processes.on_rank_0(reference_logits, pretrained, x, patience_s=processes.PATIENCE_S)
+        expected = collectives.on_rank_0(reference_logits, pretrained, x, patience_s=collectives.PATIENCE_S)
         difference = logits_differ(logits.cpu(), expected, exact)
         if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
             problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm; {NOT_HERE}')

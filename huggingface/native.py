@@ -20,7 +20,7 @@ import torch
 
 from huggingface import convert, files, finetune, rotation
 from model import GPT, ModelConfig
-from runtime.files import read_json
+from system.files import read_json
 
 # transformers' architectures -> the architecture of model.py that computes the same, under the conditions below.
 SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'granite': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from huggingface.files import ROWS_AT_ONCE, Weights, find_folder, local_rows
-from runtime import processes
+from system import devices
 
 ENOUGH = 0.9  # the share of the moved weights that must still differ once rounded; docs/finetuning.md measures it
 
 
 def dtype_to_compute(dtype, device, pretrained, is_tuned):
-    """As processes.choose_dtype(), except that 'auto' is float32 for weights that are float32: those that a run has
+    """As devices.choose_dtype(), except that 'auto' is float32 for weights that are float32: those that a run has
     tuned, and those of a folder that stores them in float32, as an export does."""
     if dtype == 'auto' and (is_tuned or pretrained.config.dtype == torch.float32):
         return torch.float32
-    return processes.choose_dtype(dtype, device)
+    return devices.choose_dtype(dtype, device)
 
 
 def base_of(state):

@@ -13,7 +13,7 @@ import meshes
 from configurator import read_knobs
 from model import ModelConfig
 from planning import memory, rules, step_time, traffic
-from runtime.files import ROOT, read_json
+from system.files import ROOT, read_json
 
 TIE = 0.03  # relative difference up to which two step times count as equal
 RESERVED_GB = 2  # of a GPU's memory, for CUDA's context, NCCL's buffers and fragments

@@ -11,7 +11,7 @@ from exchange.diloco_check import LARGEST_PROBE, Plan, everybodys
 from pool.goodput import goodput
 from pool.rows import shapes_of
 from pool.store import digest_of
-from runtime.processes import on_rank_0
+from system.collectives import on_rank_0
 
 STARTED = time.monotonic()  # about when the process started: of what was imported before, only torch takes long
 UP_H, DOWN_MIN = (1, 4, 24), (10, 60)  # rows of the table: hours that a job lives and minutes it is down, on average

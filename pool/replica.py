@@ -63,8 +63,8 @@ from pool.round_watch import RoundWatch
 from pool.rows import checksum, copies, shapes_of
 from pool.store import digest_of, open_store
 from runtime.checkpoint import is_finite
-from runtime.files import ROOT, write_file
-from runtime.processes import on_rank_0
+from system.collectives import on_rank_0
+from system.files import ROOT, write_file
 
 # Keys whose values may differ between the jobs of a pool: files, logs, hardware, speed.
 OWN_KEYS = {key for key, knob in read_knobs(Path(ROOT, 'train_pool.py')).items() if 'per job' in knob.tags}

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import data
 import float8
 import meshes
+import offload
 import optim
 from configurator import without_effect
 from dataset.mixture import names_in, parse_stages
@@ -35,7 +36,8 @@ from huggingface import finetune, lora, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from planning import report, rules
 from planning.sizes import part_of_rank
-from runtime import batches, best, checkpoint, errors, health, offload, processes, stopping
+from runtime import batches, best, checkpoint, health
+from system import collectives, devices, errors, processes, stopping
 from text.conversations import templates_of_data
 from text.encoding import compare_with_transformers
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
@@ -142,13 +144,13 @@ def start_process(config):
         stopping.catch_signals()  # from here on they only ask to save and stop, as soon as that is possible
     rank, local_rank, world_size = processes.ranks_from_environment()
     # With dry_run a login node without GPUs may plan for a node that has them.
-    device = processes.choose_device(config.device, local_rank, must_exist=not config.dry_run)
-    compute_dtype = processes.choose_dtype(config.dtype, device)
+    device = devices.choose_device(config.device, local_rank, must_exist=not config.dry_run)
+    compute_dtype = devices.choose_dtype(config.dtype, device)
     if device.type == 'cuda':
-        processes.configure_allocator()
+        devices.configure_allocator()
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     if config.deterministic:
-        processes.make_deterministic()
+        devices.make_deterministic()
     config.device, config.dtype = str(device), str(compute_dtype).removeprefix('torch.')
     if config.compile is None:
         config.compile = device.type == 'cuda'
@@ -361,13 +363,13 @@ def fill_batch(run):
 
 def fill_compile(run):
     config = run.config
-    devices = {config.device}
+    compiled_for = {config.device}
     offload = vars(config).get('cpu_offload', 'none')
     updates_on_host = offload == 'params' or (offload == 'optimizer' and run.strategy == 'deepspeed')
     is_fused = config.optimizer in ('adamw', 'sgd') and config.optimizer_dtype == 'float32'  # torch's own: not compiled
     if updates_on_host and not is_fused:
-        devices.add('cpu')
-    if config.compile and not all(map(processes.has_compiler, devices)):
+        compiled_for.add('cpu')
+    if config.compile and not all(map(devices.has_compiler, compiled_for)):
         config.compile = False
         run.notes.append(
             'compile: no C compiler is found (CXX or g++ for what a CPU computes, CC or gcc for a GPU): '
@@ -558,7 +560,7 @@ def join_ranks(timeout_s, device):
                 os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         if device.type == 'cuda':
-            processes.refuse_shared_gpus(device)
+            devices.refuse_shared_gpus(device)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -570,14 +572,14 @@ def find_checkpoint(config, pretrained=None):
     A run that fine-tunes `pretrained` copies its configuration and tokenizer into out_dir, so that it needs those of
     init_from no longer. Raises ValueError on every rank if out_dir is in use, or if `resume` forbids what is there.
     """
-    processes.on_rank_0(checkpoint.claim, config.out_dir, patience_s=processes.PATIENCE_S)
+    collectives.on_rank_0(checkpoint.claim, config.out_dir, patience_s=collectives.PATIENCE_S)
     if config.eval_only:
         # Without a checkpoint, the weights of init_from can be evaluated, as those of step 0.
         find = checkpoint.choose_to_read if config.init_from == 'scratch' else checkpoint.choose
         return checkpoint.with_all_ranks(find, config.out_dir)
     found = checkpoint.with_all_ranks(checkpoint.choose, config.out_dir, config.resume)
     if pretrained and found is None:
-        processes.on_rank_0(pretrained.keep_files, config.out_dir)
+        collectives.on_rank_0(pretrained.keep_files, config.out_dir)
     return found
 
 
@@ -591,7 +593,7 @@ def find_base(config, pretrained, found):
     saved = checkpoint.read_state(found).get('base') if found else None
     if not config.lora_rank or (found and saved is None):
         return None
-    return processes.on_rank_0(pretrained.base, config.init_from, saved, found, patience_s=processes.PATIENCE_S)
+    return collectives.on_rank_0(pretrained.base, config.init_from, saved, found, patience_s=collectives.PATIENCE_S)
 
 
 def identity_of(config, model_config, train_data):

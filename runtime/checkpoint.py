@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 
 import moments
 from model import is_load
-from runtime import processes
 from runtime.best import step_of_best
 from runtime.checkpoint_parts import (
     CutTensor,
@@ -46,7 +45,8 @@ from runtime.checkpoint_parts import (
     local_piece,
     value_of_piece,
 )
-from runtime.files import rename_durably, sha256_of, write_file
+from system import collectives
+from system.files import rename_durably, sha256_of, write_file
 
 NFS_LEASE_S = 120  # by then an NFS server has dropped the locks of a client that is gone; Linux's server does at 90
 SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is considered dead by the others
@@ -203,7 +203,7 @@ def with_all_ranks(choose, *arguments):
     system limits the bytes per second of each node: at 0.15 GB/s one node hashes the 96 GB of an 8B model in 11
     minutes, eight nodes in 80 seconds.
     """
-    group = dist.new_group(backend='gloo', timeout=timedelta(seconds=processes.PATIENCE_S))
+    group = dist.new_group(backend='gloo', timeout=timedelta(seconds=collectives.PATIENCE_S))
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def compare_together(path, expected):
@@ -227,7 +227,7 @@ def with_all_ranks(choose, *arguments):
     if rank != 0:
         while compare_together(None, None) is not None:
             pass
-    chosen = processes.on_rank_0(decide)
+    chosen = collectives.on_rank_0(decide)
     dist.destroy_process_group(group)
     return chosen
 

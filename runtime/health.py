@@ -25,8 +25,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from runtime.processes import ranks_in_words
-from runtime.stopping import note_error
+from system.processes import ranks_in_words
+from system.stopping import note_error
 
 # --- bad steps --------------------------------------------------------------------------------------------------------
 

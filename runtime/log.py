@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from configurator import VERSION
-from runtime.console import lost as console_lost
-from runtime.errors import one_line
-from runtime.files import ROOT, code_version, write_file
 from runtime.meter import device_name
+from system.console import lost as console_lost
+from system.errors import one_line
+from system.files import ROOT, code_version, write_file
 
 # Rows on the console: a line each for a step, an evaluation and an outer step of DiLoCo, within 120 columns. What a row
 # lacks is skipped; a key that is not here is in the files alone.

@@ -27,10 +27,11 @@ import expert_manual
 import float8
 from huggingface import finetune, native
 from model import router_metrics
-from runtime import checkpoint, health, processes, stopping
+from runtime import checkpoint, health
 from runtime.best import Best
 from runtime.log import Log, say_when_compiling_ends
 from runtime.meter import Meter
+from system import collectives, processes, stopping
 
 
 class Due(NamedTuple):
@@ -79,7 +80,7 @@ class Watch:
             if run.found is None:
                 with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                     test = native.self_test, run.pretrained, run.model_config
-                    self.say(processes.on_rank_0(*test, patience_s=processes.PATIENCE_S))
+                    self.say(collectives.on_rank_0(*test, patience_s=collectives.PATIENCE_S))
         elif run.pretrained:
             as_loaded = run.found is None if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
@@ -127,7 +128,7 @@ class Watch:
         gc.freeze()  # objects of the start-up stay to the end: without this, a collection that walks them takes 0.5 s
         self.must_stop = self.stop_request.agreed()  # whether any rank got a signal before the first step
         self.best = Best(vars(config), run.val_data, self.state.get('best'))
-        self.best.forget_unless(lambda step: step <= self.first_step and processes.on_rank_0(self.saver.has, step))
+        self.best.forget_unless(lambda step: step <= self.first_step and collectives.on_rank_0(self.saver.has, step))
         self.must_stop = self.must_stop or bool(self.best.why_end())  # patience had ended this run before
         # The loss before the first step, to compare with. From scratch it needs no evaluation: it is ln(vocab_size).
         if self.first_step == 0 and not run.found and config.init_from != 'scratch' and config.eval_iters:

@@ -29,7 +29,7 @@ give_up() {
 }
 
 # Leave the chain to the next element, but end it after max_failures failures in a row without a new checkpoint. The
-# ranks count, too (runtime/stopping.py: count_start), but only starts that get as far as training.
+# ranks count, too (system/stopping.py: count_start), but only starts that get as far as training.
 try_again() {
     local limit=${MAX_FAILURES:-5} checkpoints note failures
     checkpoints=("${OUT_DIR:-nowhere}"/checkpoints/step_????????)
@@ -221,7 +221,8 @@ import sys
 sys.path.insert(0, '.')
 import torch
 
-from runtime import checkpoint, errors
+from runtime import checkpoint
+from system import errors
 
 errors.report_errors()
 out_dir, processes, device = sys.argv[1:]

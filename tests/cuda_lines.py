@@ -39,8 +39,8 @@ NAMES = re.compile(
 FOLDER = 'CUDA_LINES_TO'  # the environment variable by which many_runs.py learns that it is to trace, and where
 TESTS = """
     tests/test_streams.py tests/test_syncs.py tests/test_diloco.py tests/exchange/test_codec.py
-    tests/runtime/test_processes.py tests/runtime/test_peak.py tests/runtime/test_meter.py tests/runtime/test_errors.py
-    tests/runtime/test_offload.py tests/test_on_cuda.py
+    tests/system/test_processes.py tests/runtime/test_peak.py tests/runtime/test_meter.py tests/system/test_errors.py
+    tests/test_offload.py tests/test_on_cuda.py
     tests/test_context_manual.py::test_the_kernels_of_a_gpu_compute_a_tile
     tests/test_context_manual.py::test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_nothing
     tests/test_model.py::test_on_a_gpu_documents_in_half_precision_need_no_mask

@@ -51,8 +51,9 @@ import optim
 from huggingface import finetune, lora
 from huggingface.files import Weights
 from model import GPT, Router
-from runtime import begin, checkpoint, health, processes
+from runtime import begin, checkpoint, health
 from runtime.meter import Meter
+from system import processes
 
 leave, processes.leave = processes.leave, lambda code=0: None  # the next case runs in the same process
 

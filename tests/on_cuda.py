@@ -34,8 +34,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import context_manual
+import offload
 from huggingface import nf4
-from runtime import offload
 
 HALF = (torch.float16, torch.bfloat16)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)

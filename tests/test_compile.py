@@ -20,9 +20,10 @@ import diloco
 import float8
 import fsdp_manual
 import model as model_module
+import offload
 from huggingface import finetune, lora
 from model import GPT, ModelConfig
-from runtime import begin, log, offload
+from runtime import begin, log
 
 SHAPE = dict(n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8)
 EXPERTS = dict(n_experts=4, experts_per_token=2, expert_hidden_dim=16)

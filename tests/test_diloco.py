@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import diloco
 import fsdp_manual
 from exchange import codec, diloco_check
-from runtime import processes
+from system import processes
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 DENSE = [dtype for dtype in codec.BYTES if dtype != 'top2bit']

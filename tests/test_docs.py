@@ -14,6 +14,8 @@ from launch import TINY_EXPERTS, TINY_MODEL, TINY_RUN, run_forked
 from outputs import metrics
 from short import slow_but
 
+from system.files import ROOMS
+
 REPO = Path(__file__).resolve().parent.parent
 README, CODE = REPO / 'README.md', REPO / 'docs' / 'code.md'
 CHAPTERS = sorted((REPO / 'docs').glob('**/*.md'))
@@ -23,7 +25,6 @@ NAMES = [page.name for page in PAGES]
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'evaluate.py']
 SCRIPTS += ['compare.py', 'report.py']
-ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
 ROOMS += ('benchmarks',)
 
 # Files that readers make, or that belong to another project.

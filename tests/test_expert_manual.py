@@ -25,12 +25,13 @@ from short import slow_but
 
 import expert_manual
 import meshes
+import offload
 import tensor_manual
 from dataset import shards
 from dataset.shuffle import sample_windows
 from keys import Keys
 from model import Experts
-from runtime import meter, offload
+from runtime import meter
 
 STEPS, BATCH, T, VOCABULARY = 20, 16, 32, 257
 MODEL = ['--arch=qwen3', '--n_layer=2', '--n_kv_head=1', '--n_experts=8', '--router_aux=1', '--router_z=0.01']

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launch import REPO, environment
 
+from system.files import ROOMS
+
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 SCRIPTS |= {'evaluate.py', 'report.py'}
@@ -17,7 +19,6 @@ LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.
 TENSOR = {'tensor_manual.py', 'float8.py'}
 EXPERTS = {'expert_manual.py'}  # it imports ranks and slices from tensor_manual.py
 SHARED = {'data.py', 'optim.py', 'meshes.py'}
-ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
 # Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, and what
 # scores a run tokenizes tasks.
@@ -26,7 +27,7 @@ FLOORS = [
     {'pool', 'comparison'},
     LESSONS,
     {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
-    {'planning', 'evaluation/in_run.py', 'runtime/offload.py'},
+    {'planning', 'evaluation/in_run.py'},
     EXPERTS,
     TENSOR,
     SHARED,
@@ -34,7 +35,9 @@ FLOORS = [
     {'text', 'huggingface'},
     {'dataset', 'exchange'},
     {'runtime'},
-    {'configurator.py', 'model.py', 'moments.py'},
+    {'system'},
+    {'configurator.py', 'offload.py'},
+    {'model.py', 'moments.py'},
     {'keys.py'},
 ]
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
@@ -71,7 +74,12 @@ def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
         'keys.py',
         'model.py',
         'moments.py',
+        'offload.py',
     }
+
+
+def test_no_room_is_missing():
+    assert {*ROOMS} == {path.parent.name for path in REPO.glob('*/__init__.py')} - {'benchmarks'}
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -95,15 +103,15 @@ def places(pattern):
 
 
 def test_what_several_files_need_stands_once():
-    assert places(r'^ *def ranks_in_words\b') == {'runtime/processes.py': 1}
+    assert places(r'^ *def ranks_in_words\b') == {'system/processes.py': 1}
     assert places(r'^PHASES = ') == {'runtime/__init__.py': 1}
-    assert places(r'^ *def sha256_of\b') == {'runtime/files.py': 1}
+    assert places(r'^ *def sha256_of\b') == {'system/files.py': 1}
     # A loop that reads a file into a digest. pool/store.py reads a file into memory that it uses again.
-    assert set(places(r'\.readinto\(|file_digest\(')) <= {'runtime/files.py', 'pool/store.py'}
+    assert set(places(r'\.readinto\(|file_digest\(')) <= {'system/files.py', 'pool/store.py'}
     # One function writes files atomically. Elsewhere folders are renamed, finished downloads, and a shard that loses
     # its name again; and a sign of life is replaced several times a second, which is not worth an fsync.
     others = {'runtime/checkpoint.py', 'huggingface/finetune.py', 'download_model.py', 'runtime/health.py'}
-    allowed = {'runtime/files.py', 'dataset/shards.py', *others}
+    allowed = {'system/files.py', 'dataset/shards.py', *others}
     assert set(places(r'\bos\.(replace|rename)\(|shutil\.move\(')) <= allowed
 
 

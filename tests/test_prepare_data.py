@@ -42,7 +42,7 @@ from prepared import (
 
 import data
 from benchmarks import prepare_data_rate
-from runtime.files import sha256_of
+from system.files import sha256_of
 from text import chat_rows, encoding, sources
 from text import documents as reading
 from text import tokenizer as tokenizers

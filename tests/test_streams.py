@@ -307,7 +307,7 @@ def test_a_rehearsal_is_over_before_its_time_is_read(fake_group):
     assert_faults(train_diloco([(wait, '')], rehearses=True), removed=True)
 
 
-# --- runtime/offload.py -----------------------------------------------------------------------------------------------
+# --- offload.py -----------------------------------------------------------------------------------------------
 
 
 AS_ON_CUDA_MOMENTS = [
@@ -325,7 +325,7 @@ AS_ON_CUDA_MOMENTS = [
 def train_offloaded(removed=(), resumes=False):
     """Three steps of an optimizer in four parts; the host reads the state after each. resumes: moments come from a
     checkpoint before the first step."""
-    offload = load('runtime/offload.py', *removed, *AS_ON_CUDA_MOMENTS)
+    offload = load('offload.py', *removed, *AS_ON_CUDA_MOMENTS)
     parameters = [nn.Parameter(torch.randn(64)) for _ in range(4)]
     checker = offload.CHECKER = Checker()
     with checker:
@@ -384,7 +384,7 @@ AS_ON_CUDA_INPUTS = [
 def train_with_inputs_on_host(removed=(), forwards=1, mode='offload'):
     """(gradients, checker, inputs that went to the host) of two steps. forwards: how many there are before the first
     backward, as in a pipeline."""
-    offload = load('runtime/offload.py', *removed, *AS_ON_CUDA_INPUTS)
+    offload = load('offload.py', *removed, *AS_ON_CUDA_INPUTS)
     model = GPT(ModelConfig(arch='llama', n_layer=4, n_head=2, n_embd=16, vocab_size=64, block_size=8, dropout=0.1))
     torch.manual_seed(1)
     for parameter in model.parameters():

@@ -30,7 +30,7 @@ import numpy as np
 
 from dataset.shards import AS_END, FIRST, LEARNED
 from dataset.windows import read_meta
-from runtime.errors import one_line
+from system.errors import one_line
 from text.chat_rows import INSTRUCTIONS, THINK_TAG, THOUGHTS, is_learned
 
 # Put between the letters of a control token that a message spells, so that the tokenizer does not take it for one; the

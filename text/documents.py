@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.errors import one_line
+from system.errors import one_line
 from text.chat_rows import reason_against_text, row_of
 from text.sources import (
     COMPRESSED,

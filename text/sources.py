@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.errors import one_line
-from runtime.files import LFS_POINTER, sha256_of, write_file
+from system.errors import one_line
+from system.files import LFS_POINTER, sha256_of, write_file
 from text.chat_rows import (
     CHAT_FIELDS,
     KEYS_OF_MESSAGES,

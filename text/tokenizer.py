@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.errors import one_line
-from runtime.files import refuse_lfs_pointer, sha256_of, write_file
+from system.errors import one_line
+from system.files import refuse_lfs_pointer, sha256_of, write_file
 from text.engine import SAMPLES, merges_of
 
 END_OF_TEXT = '<|endoftext|>'

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from benchmarks.fuzzing.cases import LFS, NOT_JSON, STAYS, Wrong, check, some
-from runtime.errors import one_line
+from system.errors import one_line
 
 SHARED = {'vocab_size': 64, 'bos_token_id': None, 'eos_token_id': 1, 'initializer_range': 0.2}
 SIZES = {'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 1, 'num_attention_heads': 2}

@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 
 from benchmarks.fuzzing.cases import LFS, LIMIT, PIECES, Refused, Words, Wrong, check, draw_text, is_clear, some
-from runtime.errors import one_line
+from system.errors import one_line
 from text import chat_rows, documents, sources
 
 # --- writing ---------------------------------------------------------------------------------------------------

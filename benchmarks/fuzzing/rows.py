@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.fuzzing.cases import LIMIT, SPECIALS, STAYS, Words, Wrong, check, draw_text, small_tokenizer, some
 from benchmarks.fuzzing.templates import ASK_FOR_NULL, DATES, TEMPLATES
 from dataset.shards import AS_END, FIRST, LEARNED
-from runtime.errors import one_line
+from system.errors import one_line
 from text import chat_rows, conversations
 
 CHAT_TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2')

@@ -13,7 +13,8 @@ from precision import likeliest
 from safetensors.torch import load_file
 
 from huggingface import convert, finetune
-from runtime import checkpoint, processes
+from runtime import checkpoint
+from system import devices
 
 QUESTIONS = {'Who barks?': 'A dog.', 'What is red?': 'Roses are.', '2 and 3?': 'Five, I think.', 'Far?': 'No.'}
 QUESTIONS |= {'Is it late?': 'Yes,\nvery.'}
@@ -310,7 +311,7 @@ def test_samples_and_scores_are_of_the_weights_that_were_trained(runs, sample, t
     assert len(counted) == 2 and counted[0] == counted[1] and counted[0].endswith('--dtype=bfloat16 is faster)')
     dtypes = [json.loads(line)['dtype'] for line in results.read_text().splitlines()]
     assert dtypes[:2] == ['float32'] * 2  # LoRA is computed beside the weights, which were not finer before either
-    auto = str(processes.choose_dtype('auto', torch.device('cpu'))).removeprefix('torch.')
+    auto = str(devices.choose_dtype('auto', torch.device('cpu'))).removeprefix('torch.')
     assert dtypes[2] == auto
 
 

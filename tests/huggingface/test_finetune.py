@@ -21,7 +21,7 @@ import data
 import fsdp_manual
 import optim
 from huggingface import finetune
-from runtime import processes
+from system import collectives
 
 # --- on every rank ----------------------------------------------------------------------------------------------------
 
@@ -108,13 +108,13 @@ def self_test_of_a_wrong_attention(folder):
 def patience_with_rank_0(folder):
     """For how long the other ranks wait for what rank 0 reads: weights whose stored names differ from those in the
     model, and the model again for the self-test."""
-    asked, on_rank_0 = [], processes.on_rank_0
+    asked, on_rank_0 = [], collectives.on_rank_0
 
     def ask(decide, *arguments, patience_s=None):
         asked.append(patience_s)
         return on_rank_0(decide, *arguments, patience_s=patience_s)
 
-    with mock.patch.object(processes, 'on_rank_0', ask):
+    with mock.patch.object(collectives, 'on_rank_0', ask):
         pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
         finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
     return asked

@@ -16,7 +16,8 @@ from short import slow_but
 
 from huggingface import finetune, lora, nf4
 from planning import memory, sizes
-from runtime import checkpoint, processes
+from runtime import checkpoint
+from system import devices
 
 STEPS = 10
 RUN = [*TINY_RUN, '--block_size=32', '--batch_size=1', '--global_batch_size=6', '--dtype=float32', '--warmup_iters=0']
@@ -148,7 +149,7 @@ WAYS = [
 
 @pytest.mark.parametrize(('name', 'more'), slow_but([('ddp', ['--compile=True'])], WAYS, is_short))
 def test_however_a_run_computes_nf4_is_the_same(models, run_of, tmp_path, name, more):
-    if '--compile=True' in more and not processes.has_compiler('cpu'):
+    if '--compile=True' in more and not devices.has_compiler('cpu'):
         pytest.skip('no C compiler')
     keys = [*RUN, *LORA, f'--init_from={models / "llama_64"}', f'--out_dir={tmp_path}', f'--max_iters={STEPS}']
     start(name, *keys, '--frozen_dtype=nf4', '--global_batch_size=6', *more, nproc=1 if name == 'ddp' else 2)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from huggingface import finetune
 from huggingface.files import INDEX, SINGLE, Weights
-from runtime.errors import is_users_mistake
+from system.errors import is_users_mistake
 
 
 @pytest.fixture(scope='module')

@@ -40,7 +40,7 @@ import fsdp_manual
 import optim
 from model import ModelConfig
 from runtime import begin, checkpoint
-from runtime.files import sha256_of
+from system.files import sha256_of
 
 
 class Toy(nn.Module):

@@ -91,7 +91,7 @@ def traced_peak(config, mesh, micro_steps):
         mock.patch.object(expert_manual, 'rows_by_rank', activations.evenly_by_rank),
         live,
     ):
-        offload = load('runtime/offload.py', *INPUTS_AS_ON_CUDA)
+        offload = load('offload.py', *INPUTS_AS_ON_CUDA)
         offload.checkpoint_activations(model, config['activation_checkpointing'])
         experts, their_mesh, sharing = (), None, config.get('expert_parallel', 1)
         if sharing > 1:

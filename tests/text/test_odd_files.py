@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from chats import CHATML, encoder_of, make_tokenizer
 
-from runtime import errors
+from system import errors
 from text import chat_rows, documents, sources
 
 LFS = b'version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n'

@@ -6,7 +6,7 @@ import re
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
-from runtime import errors, stopping
+from system import errors, stopping
 
 NCCL = 'NCCL error in: NCCLUtils.cpp:94, {} (run with NCCL_DEBUG=INFO for details)\n{}\nLast error:\n{}'
 

@@ -20,7 +20,8 @@ from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_function, run_sc
 from outputs import column
 
 import deepspeed_engine
-from runtime import begin, processes
+from runtime import begin
+from system import collectives, devices, processes
 
 # What a launcher, a wrapper or an earlier job has left in the environment, and what a script makes of it: (rank, local
 # rank, ranks), or what is said. TORCHRUN stands for RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE, with an address.
@@ -81,10 +82,10 @@ GPUS = {
 def test_which_gpu_a_rank_takes(case):
     given, expected = GPUS[case]
     if isinstance(expected, int):
-        assert processes.gpu_of_rank(*given) == expected
+        assert devices.gpu_of_rank(*given) == expected
     else:
         with pytest.raises(ValueError, match=expected):
-            processes.gpu_of_rank(*given)
+            devices.gpu_of_rank(*given)
 
 
 def join_with_gpu(ids):
@@ -92,7 +93,7 @@ def join_with_gpu(ids):
     properties = SimpleNamespace(uuid=ids[dist.get_rank()])
     with mock.patch.object(torch.cuda, 'get_device_properties', lambda device: properties):
         try:
-            processes.refuse_shared_gpus(torch.device('cuda', 0))
+            devices.refuse_shared_gpus(torch.device('cuda', 0))
         except ValueError as error:
             return str(error)
 
@@ -128,18 +129,18 @@ def test_a_terminal_shows_a_bar(monkeypatch):
 def test_a_device_that_there_is_not_is_refused():
     for device in ('gpu', 'cuda:one', 'mps'):
         with pytest.raises(ValueError, match=f"device={device}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'"):
-            processes.choose_device(device, local_rank=0)
+            devices.choose_device(device, local_rank=0)
 
 
 def test_a_rank_asks_for_the_gpu_of_its_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
-    assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:1')
+    assert devices.choose_device('cuda', local_rank=1) == torch.device('cuda:1')
     with pytest.raises(ValueError, match='--device=cuda gives each its own'):
-        processes.choose_device('cuda:1', local_rank=1)
+        devices.choose_device('cuda:1', local_rank=1)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
-    assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:0')
-    assert processes.choose_device('cuda', local_rank=1, must_exist=False) == torch.device('cuda:1')  # a plan
+    assert devices.choose_device('cuda', local_rank=1) == torch.device('cuda:0')
+    assert devices.choose_device('cuda', local_rank=1, must_exist=False) == torch.device('cuda:1')  # a plan
 
 
 def test_a_driver_too_old_for_torch_does_not_mean_training_on_the_cpu(monkeypatch):
@@ -148,24 +149,24 @@ def test_a_driver_too_old_for_torch_does_not_mean_training_on_the_cpu(monkeypatc
 
     monkeypatch.setattr(torch.version, 'cuda', '13.2')
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert processes.choose_device('auto', local_rank=0) == torch.device('cpu')  # as it is here: there is no driver
+    assert devices.choose_device('auto', local_rank=0) == torch.device('cpu')  # as it is here: there is no driver
     monkeypatch.setattr(torch.cuda, 'init', init)
     for device in ('auto', 'cuda'):
         with pytest.raises(ValueError, match='CUDA 13.2.* driver .*--device=cpu'):
-            processes.choose_device(device, local_rank=0)
-    assert processes.choose_device('cpu', local_rank=0) == torch.device('cpu')
+            devices.choose_device(device, local_rank=0)
+    assert devices.choose_device('cpu', local_rank=0) == torch.device('cpu')
 
 
 def test_bfloat16_is_refused_on_a_gpu_without_it_and_auto_does_not_choose_it(monkeypatch):
     cuda = torch.device('cuda', 0)
-    assert processes.choose_dtype('auto', cuda) == torch.bfloat16  # for planning without a GPU
+    assert devices.choose_dtype('auto', cuda) == torch.bfloat16  # for planning without a GPU
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'Tesla V100')
-    assert processes.choose_dtype('auto', cuda) == torch.float32
-    assert processes.choose_dtype('float16', cuda) == torch.float16
+    assert devices.choose_dtype('auto', cuda) == torch.float32
+    assert devices.choose_dtype('float16', cuda) == torch.float16
     with pytest.raises(ValueError, match='Tesla V100 .*bfloat16: .*--dtype=float16'):
-        processes.choose_dtype('bfloat16', cuda)
+        devices.choose_dtype('bfloat16', cuda)
 
 
 def wait_for_rank_0(folder, patience_s):
@@ -175,7 +176,7 @@ def wait_for_rank_0(folder, patience_s):
     dist.destroy_process_group()
     dist.init_process_group('gloo', store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
     try:
-        return processes.on_rank_0(lambda: time.sleep(3) or 'read', patience_s=patience_s)
+        return collectives.on_rank_0(lambda: time.sleep(3) or 'read', patience_s=patience_s)
     except RuntimeError as error:
         return str(error)
 
@@ -203,7 +204,7 @@ def errors_of_rank_0():
         KeyError('bug'),
     ):
         with pytest.raises(Exception) as raised:
-            processes.on_rank_0(fail, error)
+            collectives.on_rank_0(fail, error)
         found.append((type(raised.value).__name__, str(raised.value)))
     return found
 
@@ -224,10 +225,10 @@ def test_whatever_ends_rank_0_is_raised_on_all_ranks():
 def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_win(monkeypatch):
     monkeypatch.delenv('PYTORCH_ALLOC_CONF', raising=False)
     monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:128')
-    processes.configure_allocator()
+    devices.configure_allocator()
     assert 'PYTORCH_ALLOC_CONF' not in os.environ
     monkeypatch.delenv('PYTORCH_CUDA_ALLOC_CONF')
-    processes.configure_allocator()
+    devices.configure_allocator()
     torch._C._accelerator_setAllocatorSettings(os.environ['PYTORCH_ALLOC_CONF'])  # raises for a name it does not know
     assert 'expandable_segments:True' in os.environ['PYTORCH_ALLOC_CONF']
 

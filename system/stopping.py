@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.files import remove_if_there, write_file
-from runtime.processes import on_rank_0
+from system.collectives import on_rank_0
+from system.files import remove_if_there, write_file
 
 INTERRUPTIONS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # end a run that nobody planned to cut into parts
 STOP_FILE, END_OF_JOB = 65, 66  # reasons other than a signal; signals have smaller numbers

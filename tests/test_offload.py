@@ -10,9 +10,9 @@ from torch import nn
 import optim
 from huggingface.finetune import Pretrained, for_training
 from model import GPT, ModelConfig
+from offload import StateOnHost, bytes_of_moments, checkpoint_activations
 from optim import in_parts
 from runtime import checkpoint
-from runtime.offload import StateOnHost, bytes_of_moments, checkpoint_activations
 
 KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from launch import TINY_SYNTHETIC, Job
 from outputs import assert_same_weights, complete, last_step, metrics, names_of_checkpoints
 
-from runtime import checkpoint, stopping
+from runtime import checkpoint
+from system import stopping
 
 STEPS = 100_000  # a run does not reach them before it is asked to stop
 RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=40', '--eval_interval=20', '--eval_iters=40', '--lr_decay_iters=500']

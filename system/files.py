@@ -12,11 +12,13 @@ from pathlib import Path
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 ROOMS = (
-    'runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool',
-    'benchmarks',
+    'runtime', 'system', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool',
 )  # fmt: skip
 LFS_POINTER = b'version https://git-lfs.github.com/spec/'  # a clone without git-lfs has this instead of the file
-FOLDERS = {ROOT, *(os.path.join(ROOT, room) for room in ROOMS)}  # of our code alone: .venv is below ROOT as well
+FOLDERS = {
+    ROOT,
+    *(os.path.join(ROOT, room) for room in (*ROOMS, 'benchmarks')),
+}  # of our code alone: .venv is below ROOT as well
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ import time
 import traceback
 
 from configurator import leave_for_torchrun
-from runtime import console
-from runtime.files import FOLDERS
-from runtime.stopping import note_error
+from system import console
+from system.files import FOLDERS
+from system.stopping import note_error
 
 
 def report_errors(out_of_memory_advice=None, prints_result=False):

@@ -1,0 +1,131 @@
+"""
+Which device and which dtype a rank computes with, and how the device is set up.
+"""
+
+import os
+import shutil
+
+from system.processes import local_world_size, ranks_in_words
+
+
+def choose_device(device, local_rank, must_exist=True):
+    """torch.device for this rank from the key `device` ('auto', 'cpu', 'cuda', 'cuda:1').
+
+    With must_exist, raises ValueError if there is no such GPU, if this node runs more processes than it has GPUs, or if
+    the driver is too old for this torch, since 'auto' would then silently train on the CPU.
+    """
+    import torch
+
+    if device != 'cpu' and must_exist:
+        refuse_old_driver()
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device == 'cpu':
+        return torch.device('cpu')
+    kind, _, index = device.partition(':')
+    if kind != 'cuda' or not (index == '' or index.isdigit()):
+        raise ValueError(f"device={device}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if not must_exist:
+        return torch.device('cuda', int(index) if index else local_rank)
+    asked = int(index) if index else None
+    return torch.device('cuda', gpu_of_rank(asked, local_rank, local_world_size(), torch.cuda.device_count()))
+
+
+def gpu_of_rank(asked, local_rank, local_size, gpus):
+    """
+    The number of a rank's GPU among the `gpus` that it sees. asked: the N of device=cuda:N, or None.
+
+    If there is one, several ranks of a node may each see their own, as `srun --gpus-per-task=1` and wrappers that set
+    CUDA_VISIBLE_DEVICES for each rank arrange it. refuse_shared_gpus() finds out whether it is the same one.
+    Raises ValueError if there is no such GPU, or if some rank of this node has none.
+    """
+    if local_size > 1 and gpus == 1:
+        local_rank = 0
+    elif local_size > 1 and asked is not None:
+        raise ValueError(f'device=cuda:{asked} puts {local_size} ranks on one GPU: --device=cuda gives each its own')
+    number = local_rank if asked is None else asked
+    if number >= gpus:
+        given = f'local rank {local_rank}' if asked is None else f'device=cuda:{asked}'
+        advice = '--device=cpu' if gpus == 0 else f'--nproc_per_node={gpus}' if asked is None else '--device=cuda'
+        raise ValueError(f'{given}: GPU {number} asked for, of the {gpus} that this process sees: use {advice}')
+    return number
+
+
+def refuse_shared_gpus(device):
+    """Raise ValueError on every rank if two ranks are on one GPU. NCCL would find that out only later, in its own
+    words. Collective, over the whole process group."""
+    import torch
+    import torch.distributed as dist
+
+    ids = [None] * dist.get_world_size()
+    dist.all_gather_object(ids, str(torch.cuda.get_device_properties(device).uuid))
+    for one in ids:
+        if ids.count(one) > 1:
+            sharing = ranks_in_words([rank for rank, other in enumerate(ids) if other == one])
+            raise ValueError(
+                f'{sharing} are on the same GPU ({one}): start as many ranks on a node as it has GPUs '
+                f'(--nproc_per_node={len({*ids})} on a single node), or let each see one of its own'
+            )
+
+
+def refuse_old_driver():
+    """Raise ValueError if the NVIDIA driver here is too old for the CUDA that torch was built with."""
+    import torch
+
+    if torch.version.cuda and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # also raised if there is no driver at all
+            if 'too old' in str(error):
+                raise ValueError(
+                    f'torch {torch.__version__} is built for CUDA {torch.version.cuda}, and the NVIDIA driver is too '
+                    'old for it: update the driver, install a torch for an older CUDA, or train with --device=cpu'
+                ) from None
+
+
+def choose_dtype(dtype, device):
+    """torch dtype of the computation from the key `dtype`; 'auto' is bfloat16 if the device has it in hardware,
+    otherwise float32.
+
+    Raises ValueError for bfloat16 on a GPU that would only emulate it.
+    """
+    import torch
+
+    if device.type == 'cuda':  # if planning for a GPU that is not here, assume bfloat16: every one since 2020 has it
+        has_bfloat16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        if dtype == 'bfloat16' and not has_bfloat16:
+            raise ValueError(f'{torch.cuda.get_device_name(device)} has no bfloat16: --dtype=float16, or float32')
+    else:
+        has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if dtype != 'auto':
+        return getattr(torch, dtype)
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def has_compiler(device):
+    """Whether torch.compile finds the compiler it needs: its CPU kernels are C++, and its GPU kernels are launched by
+    code in C."""
+    return shutil.which(os.environ.get('CXX', 'g++') if device == 'cpu' else os.environ.get('CC', 'gcc')) is not None
+
+
+def configure_allocator():
+    """Configure the GPU's memory allocator, unless the user has: segments that can grow, so that fragmentation wastes
+    less memory. If torch supports it, also page-locked memory without rounding up to a power of two, which takes up to
+    twice as much."""
+    import torch
+
+    settings = 'expandable_segments:True'
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
+        settings += ',pinned_max_round_threshold_mb:16'
+    if 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ:
+        os.environ.setdefault('PYTORCH_ALLOC_CONF', settings)  # torch reads it when the first GPU tensor is made
+
+
+def make_deterministic():
+    """Make repeated runs bit-equal: allow only deterministic kernels. An operation without such a kernel raises."""
+    import torch
+
+    os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # cuBLAS: fixed workspaces, or results vary by stream
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice
+    torch.backends.cudnn.benchmark = False
