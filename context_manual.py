@@ -1,7 +1,7 @@
 r"""
 Context parallelism by hand: each sequence is cut over several ranks, for lengths whose activations fit no single GPU.
 
-    context = context_manual.Context(ranks=4, impl='ring', device=device, timeout_s=600)  # collective
+    context = context_manual.Context(run.layout, 'ring', device, timeout_s=600)  # collective
     batch = context.part((x, y))  # of (B, T) this rank's (B, T/4), and an attention layout, which looks at all of T
     loss_sum, ce_sum = model(*batch)  # sums over this rank's targets: those of all ranks add up to the loss
 
@@ -48,8 +48,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-import meshes
-from model import place_in_documents
+from huggingface.finetune import OWN_ATTENTION
+from layout import make_mesh
+from model import ModelConfig, place_in_documents
 
 aten = torch.ops.aten
 
@@ -57,23 +58,44 @@ aten = torch.ops.aten
 # --- whose tokens -----------------------------------------------------------------------------------------------------
 
 
+def check(keys, layout, shape):
+    """Raise ValueError for sequences or an attention that cannot be divided over the ranks, or dropout, since the noise
+    of the ranks would have to fit together."""
+    ranks, block_size, given = layout.context, keys['block_size'], f'context_parallel={layout.context}'
+    if block_size % (2 * ranks):
+        nearest = [n * 2 * ranks for n in (block_size // (2 * ranks), block_size // (2 * ranks) + 1) if n > 0]
+        raise ValueError(
+            f'block_size={block_size} is not a multiple of {2 * ranks}, two chunks for each of {given} ranks: '
+            f'use --block_size={" or ".join(map(str, nearest))}'
+        )
+    if keys['dropout'] > 0:
+        raise ValueError(f'dropout={keys["dropout"]} with {given}, whose attention has none: use --dropout=0')
+    if keys['device'].startswith('cuda') and (keys['head_dim'] % 8 or keys['head_dim'] > 256):
+        raise ValueError(f'{given} with head_dim={keys["head_dim"]}: flash attention takes multiples of 8 up to 256')
+    if isinstance(shape, ModelConfig):
+        return
+    text, reason = shape.config.get_text_config(), None
+    rope = getattr(text, 'rope_parameters', None) or getattr(text, 'rope_scaling', None) or {}
+    if shape.arch not in OWN_ATTENTION:
+        reason = f'its attention is not one that runs here (those of {", ".join(OWN_ATTENTION)})'
+    elif (getattr(text, 'sliding_window', None) or block_size) < block_size:
+        reason = f'it sees {text.sliding_window} tokens back, and block_size={block_size} is more'
+    elif rope.get('rope_type') in ('dynamic', 'longrope'):
+        reason = f'its rotation depends on the length of what a rank has (rope_type={rope["rope_type"]})'
+    if reason:
+        raise ValueError(f'{given}: {shape.arch} cannot share sequences: {reason}; leave it at 1')
+
+
 class Context:
     """The N ranks that share each sequence (consecutive ones), and this rank's part of a batch."""
 
-    def __init__(self, ranks, impl, device, timeout_s, tensor=1):
-        """ranks: N, 2 or more. tensor: ranks that hold each matrix together (tensor_manual.py) and so have the same
-        tokens; N * tensor divides the world size. Collective over the world: makes a group besides those of FSDP."""
-        self.ranks, self.impl = ranks, impl
-        axes = {'batch': dist.get_world_size() // (ranks * tensor), 'context': ranks, 'tensor': tensor}
-        mesh = meshes.make(axes, device, timeout_s)
+    def __init__(self, layout, impl, device, timeout_s):
+        """Collective over the world: makes a group besides those of FSDP. Ranks that hold each matrix together
+        (tensor_manual.py) have the same tokens."""
+        self.ranks, self.impl = layout.context, impl
+        axes = {'batch': layout.reading, 'context': layout.context, 'tensor': layout.tensor}
+        mesh = make_mesh(axes, device, timeout_s)
         self.group = mesh.get_group('context')
-
-    @classmethod
-    def from_keys(cls, config, device):
-        """The Context that a script's config, a dict, asks for."""
-        names = ('context_parallel', 'context_impl', 'timeout_s', 'tensor_parallel')
-        ranks, impl, timeout_s, tensor = (config[name] for name in names)
-        return cls(ranks, impl, device, timeout_s, tensor)
 
     def part(self, batch):
         """This rank's arguments for the model, from a batch of whole sequences, (x, y) or (x, y, starts).

@@ -31,7 +31,7 @@ from dataset.mixture import SourceOrder, names_in, parse_stages
 from dataset.shards import LEARNED
 from dataset.shuffle import sample_windows
 from dataset.windows import has_split, open_dataset, read_meta
-from runtime.batches import counted
+from layout import counted
 from system.errors import one_line
 from text.conversations import marked_text
 from text.tokenizer import as_argument, names_tokenizer, same_tokenizer, tokenizer_of

@@ -631,9 +631,9 @@ def parts_of(pieces):
     return [local(parameter).view(-1)[first:end] for parameter, first, end in pieces]
 
 
-def check_keys(config):
+def check(keys, layout, shape):
     """Raises ValueError if the keys of DiLoCo do not fit together."""
-    config = {'num_fragments': 1, 'overlap_steps': 0, 'fragment_mix': 0.0, **config}  # train_pool.py has no such keys
+    config = {'num_fragments': 1, 'overlap_steps': 0, 'fragment_mix': 0.0, **keys}  # train_pool.py has no such keys
     steps, fragments, overlap = config['inner_steps'], config['num_fragments'], config['overlap_steps']
     if steps > config['max_iters']:
         raise ValueError(

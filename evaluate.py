@@ -60,9 +60,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import data
 import fsdp_manual
-import meshes
 from evaluation import in_run, tasks
 from huggingface import finetune, native, rounding
+from layout import make_mesh
 from model import GPT, ModelConfig
 from runtime import begin, checkpoint
 from system import collectives, devices, errors, processes
@@ -145,7 +145,7 @@ with torch.device('meta'):
         raw_model = GPT(model_config, compute_dtype)
 if config.shard != 'none':  # as in train_fsdp.py
     finetune.refuse_scalars(raw_model)
-    mesh = meshes.make({'shard': world_size}, device, config.timeout_s)
+    mesh = make_mesh({'shard': world_size}, device, config.timeout_s)
 if config.shard == 'manual':
     model = fsdp_manual.shard(raw_model, [[block] for block in raw_model.blocks], mesh, compute_dtype)
 elif config.shard == 'torch':

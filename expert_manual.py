@@ -41,15 +41,50 @@ When is that less?      FSDP alone gathers all experts of a layer, 3 E M C numbe
 And a checkpoint?       It has whole weights. model.slices says which rows of them this rank has.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from model import Experts, TakeRows
+from model import Experts, ModelConfig, TakeRows
 from tensor_manual import Slice
 
 # --- the split --------------------------------------------------------------------------------------------------------
+
+
+def check(keys, layout, shape):
+    """Raise ValueError for a model whose experts cannot be divided among ranks, or a run that needs whole ones."""
+    given, n_experts = f'expert_parallel={layout.expert}', getattr(shape, 'n_experts', 0)
+    if not n_experts and not isinstance(shape, ModelConfig):
+        raise ValueError(
+            f'{given} with init_from={keys["init_from"]}: of mixtures model.py computes Qwen3-MoE in this way: '
+            'use --native=True, or leave it at 1, FSDP shards all experts'
+        )
+    if not n_experts:
+        raise ValueError(f'{given} with n_experts=0: there are none to divide: leave it at 1, or set n_experts')
+    of = 'ranks that shard the model'
+    if layout.is_diloco:
+        of = f'ranks of a replica (num_replicas={layout.replica})'
+    elif layout.replicate > 1:
+        of += f' (replicate_size={layout.replicate})'
+    together = math.gcd(layout.shard, n_experts)
+    if together % layout.expert:
+        divisors = ', '.join(str(n) for n in range(1, together + 1) if together % n == 0)
+        raise ValueError(
+            f'{given} does not divide n_experts={n_experts} and the {layout.shard} {of}: use one of {divisors}, or '
+            'start other ranks'
+        )
+    if keys['optimizer'] == 'muon':
+        raise ValueError(
+            f'{given} with optimizer=muon, which sends all matrices round the same ranks: use adamw, or leave it at 1'
+        )
+    if keys['activation_checkpointing'] == 'selective' and keys['fsdp_impl'] == 'torch':
+        raise ValueError(
+            f'{given} with activation_checkpointing=selective: fully_shard gathers experts inside of what is '
+            'checkpointed, which torch refuses: use --fsdp_impl=manual, or --activation_checkpointing=full'
+        )
 
 
 def split(model, ranks):

@@ -166,14 +166,14 @@ KEYS = {'qkv': ('n_embd', 'head_dim'), 'proj': ('head_dim', 'n_embd'), 'down': (
 KEYS |= dict.fromkeys(('up', 'gate'), ('n_embd', 'mlp_hidden_dim'))
 
 
-def check(config, model, strategy):
+def check(config, layout, model):
     """Returns [a line for the log]. Raises ValueError for a run that cannot multiply in 8 bits.
 
     config: all keys, resolved. model: planning.sizes.part_of_rank(config), with a rank's part of each matrix.
     """
     given, or_without = 'matmul_dtype=float8', 'or leave matmul_dtype out'
     on_cuda = config['device'].startswith('cuda')
-    if strategy == 'deepspeed':
+    if layout.strategy == 'deepspeed':
         raise ValueError(f'{given}: DeepSpeed has weights of its own: train with train_fsdp.py, {or_without}')
     if config['dtype'] == 'float16':
         raise ValueError(f'{given} with dtype=float16: use --dtype=bfloat16, {or_without}')
@@ -201,16 +201,16 @@ def check(config, model, strategy):
             f'{given}: the blocks of this {config["arch"]} have no nn.Linear (GPT-2 of transformers has Conv1D): '
             f'use --native=True, {or_without}'
         )
-    ranks = config.get('tensor_parallel', 1)
+    ranks = layout.tensor
     for name, layer in layers:
         for size, what, number in zip(reversed(layer.weight.shape), ('inputs', 'outputs'), (0, 1), strict=True):
             if size % MULTIPLE:
                 key = KEYS.get(name.rpartition('.')[2], (None, None))[number] if 'transformers' not in config else None
                 raise ValueError(
                     f'{given}: {name} has {size} {what}{" on each rank" if ranks > 1 else ""}, and matmuls of 8 bits '
-                    f'take multiples of {MULTIPLE}: {advice(config, key)}leave matmul_dtype out'
+                    f'take multiples of {MULTIPLE}: {advice(config, key, ranks)}leave matmul_dtype out'
                 )
-    tokens = config['block_size'] // config.get('context_parallel', 1)
+    tokens = config['block_size'] // layout.context
     if config['batch_size'] * tokens % MULTIPLE:
         unit = MULTIPLE // math.gcd(MULTIPLE, tokens)
         larger = -(-config['batch_size'] // unit) * unit
@@ -226,12 +226,12 @@ def check(config, model, strategy):
     ]
 
 
-def advice(config, key):
+def advice(config, key, ranks):
     """What to change a key to, with 'or ' at its end; '' if the sizes are those of a pretrained model's folder."""
     if key is None:
         return ''
     if key == 'head_dim':
         return 'choose n_head, n_kv_head and head_dim so that heads x head_dim is one, or '
-    unit = math.lcm(MULTIPLE, config['n_head']) if key == 'n_embd' else MULTIPLE * config.get('tensor_parallel', 1)
+    unit = math.lcm(MULTIPLE, config['n_head']) if key == 'n_embd' else MULTIPLE * ranks
     below = config[key] // unit * unit
     return f'use --{key}={" or ".join(str(n) for n in (below, below + unit) if n)}, or '

@@ -11,7 +11,7 @@ Pipeline parallelism by hand: every rank holds some of the blocks, and activatio
     pipeline.sum_gradients()
 
 The blocks are divided into *parts*, each of which a micro-step runs through in one go. All parts have equally many
-blocks, unless the output head is so much work that the last part gets fewer (meshes.blocks_of_parts()). Part k is on
+blocks, unless the output head is so much work that the last part gets fewer (blocks_of_parts()). Part k is on
 stage k % stages: with one chunk stage i holds part i, with two chunks it holds parts i and i + stages.
 
 What 4 stages do with 4 micro-steps. Time runs to the right; F and B are forward and backward of a micro-step:
@@ -45,10 +45,78 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import meshes
-from model import ChunkedCrossEntropy, layout_of_documents
+from layout import counted
+from model import LLAMA_STYLE, ChunkedCrossEntropy, layout_of_documents
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
+
+
+# --- how the blocks are divided ---------------------------------------------------------------------------------------
+
+
+def check(keys, layout, shape):
+    """
+    Lines for the log. Raises ValueError unless every part has a block and there are enough micro-steps. With several
+    chunks their number must be a multiple of the stages, which otherwise would wait for each other in the order of
+    arXiv 2104.04473.
+    """
+    stages, chunks, n_layer, micro_steps = layout.stage, layout.chunks, keys['n_layer'], layout.micro_steps
+    parts, pipelines = stages * chunks, layout.replicate
+    if chunks > 1 and stages == 1:
+        raise ValueError(f'pipeline_chunks={chunks} with pipeline_stages=1: expected 1, or more on 2 or more stages')
+    if n_layer < parts:
+        raise ValueError(
+            f'n_layer={n_layer} is less than {parts} = pipeline_stages={stages} x pipeline_chunks={chunks}: '
+            f'each part needs a block, so use {n_layer} parts or fewer'
+        )
+    if micro_steps < stages or (chunks > 1 and micro_steps % stages):
+        several = f'a multiple of pipeline_stages={stages}' if chunks > 1 else f'one per stage, {stages}, or more'
+        enough = -(-micro_steps // stages) * stages * keys['batch_size'] * pipelines
+        raise ValueError(
+            f'global_batch_size={keys["global_batch_size"]} is {counted(micro_steps, "micro-step")} of batch_size='
+            f'{keys["batch_size"]} on {counted(pipelines, "pipeline")}: expected {several}; use '
+            f'--global_batch_size={enough}, or another batch_size'
+        )
+    blocks = blocks_of_parts(keys, parts)
+    blocks = counted(blocks[0], 'block') if len({*blocks}) == 1 else f'{", ".join(map(str, blocks))} blocks'
+    return [
+        f'pipeline: {counted(stages, "stage")} x {counted(chunks, "chunk")} of {blocks}; '
+        f'{counted(pipelines, "pipeline")}; bubble {stages - 1}/{chunks * micro_steps} of the work'
+    ]
+
+
+def blocks_of_parts(config, parts):
+    """
+    [number of blocks] of each part of a pipeline. All parts work at the same time and wait for the slowest, so the
+    blocks are divided such that the largest amount of work of any part is smallest. The last part also has the head.
+
+    config: a run's keys, with those of the model; n_layer is `parts` or more.
+    """
+    if parts == 1:
+        return [config['n_layer']]
+    choices = []
+    for last in range(1, config['n_layer'] // parts + 1):
+        each, more = divmod(config['n_layer'] - last, parts - 1)
+        # Later parts get the one block more, because earlier stages keep the activations of more micro-steps.
+        choices.append([each + (part >= parts - 1 - more) for part in range(parts - 1)] + [last])
+    head = head_in_blocks(config)
+    return min(choices, key=lambda blocks: (max(*blocks[:-1], blocks[-1] + head), -blocks[-1]))
+
+
+def head_in_blocks(config):
+    """The work of the output head in units of a block's, counted in multiplications per token. A token multiplies each
+    weight once, and in causal attention on average half of block_size keys and as many values."""
+    C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
+    matrices = 3 if config['arch'] in LLAMA_STYLE else 2
+    block = C * (H + 2 * K) * D + H * D * C + matrices * C * M + config['block_size'] * H * D
+    return config['vocab_size'] * C / block
+
+
+def blocks_of_stages(config):
+    """[number of blocks] of each stage: the sum over its parts."""
+    stages, chunks = config['pipeline_stages'], config.get('pipeline_chunks', 1)
+    blocks = blocks_of_parts(config, stages * chunks)
+    return [sum(blocks[stage::stages]) for stage in range(stages)]
 
 
 # --- what a stage does when -------------------------------------------------------------------------------------------
@@ -117,7 +185,7 @@ class Stage(nn.Module):
         super().__init__()
         self.config, self.compute_dtype, self.cross_entropy = model.config, model.compute_dtype, model.cross_entropy
         self.last = stages * chunks - 1
-        self.borders = [0, *accumulate(meshes.blocks_of_parts(model.config.to_dict(), stages * chunks))]
+        self.borders = [0, *accumulate(blocks_of_parts(model.config.to_dict(), stages * chunks))]
         is_first, is_last = stage == 0, stage == stages - 1
         self.holds_tied = model.config.tie_embeddings and (is_first or is_last)
         self.rotary, self.initial_value = model.rotary, model.initial_value
@@ -181,9 +249,9 @@ class Pipeline:
     """One stage at work: the forwards and backwards of its parts, and the messages between them."""
 
     def __init__(self, module, mesh, batch_size):
-        """module: a Stage. mesh: DeviceMesh (stage, copy, tensor). The ranks of a copy are one pipeline with its own
+        """module: a Stage. mesh: DeviceMesh (stage, replicate, tensor). Each copy is one pipeline with its own
         data, and those along `tensor` hold each matrix together. batch_size: sequences of a micro-step."""
-        self.module, self.group, self.copies = module, mesh.get_group('stage'), mesh.get_group('copy')
+        self.module, self.group, self.copies = module, mesh.get_group('stage'), mesh.get_group('replicate')
         self.stages, self.stage = mesh.size(0), mesh.get_local_rank('stage')
         self.device = torch.device('cuda', torch.cuda.current_device()) if mesh.device_type == 'cuda' else 'cpu'
         self.shape = (batch_size, module.config.block_size // mesh.size(2), module.config.n_embd)

@@ -39,6 +39,7 @@ What does a rank hold?  A smaller model, with H/t heads and an MLP of M/t. FSDP 
 And a checkpoint?       It has whole matrices. model.slices says which part of each this rank has.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from exchange import collectives
-from model import Linear
+from model import Linear, ModelConfig
 from optim import local
 
 # How a module's parameters are cut: 0 by rows, which are outputs; 1 by the columns of the weight, which are inputs.
@@ -87,6 +88,42 @@ class Slice(NamedTuple):
 # --- the split --------------------------------------------------------------------------------------------------------
 
 
+def check(keys, layout, shape):
+    """Raise ValueError for a model that cannot be cut over ranks, or a run that needs whole matrices."""
+    ranks, given = layout.tensor, f'tensor_parallel={layout.tensor}'
+    if not isinstance(shape, ModelConfig):
+        raise ValueError(f'{given}: models of transformers are not cut; leave it at 1, FSDP shards them')
+    if keys['optimizer'] == 'muon':
+        raise ValueError(
+            f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
+        )
+    if keys['optimizer_dtype'] == 'int8':
+        raise ValueError(
+            f'{given} with optimizer_dtype=int8, whose blocks are not cut: use --optimizer_dtype=bfloat16, '
+            'or leave it at 1'
+        )
+    sizes = {key: keys[key] for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
+    units = dict.fromkeys(sizes, ranks)  # of which the sizes have to be multiples
+    names = {key: f'{key}={size}' for key, size in sizes.items()}
+    sizes['vocab_size'], units['vocab_size'] = shape.padded_vocab_size, math.lcm(ranks, 64)
+    names['vocab_size'] = f'the padded vocabulary of {sizes["vocab_size"]}'
+    context = layout.context
+    sizes['block_size'], units['block_size'] = keys['block_size'] // context, math.lcm(ranks * context, 64)
+    names['block_size'] = f'block_size={keys["block_size"]}'
+    if context > 1:
+        names['block_size'] = f'the {sizes["block_size"]} tokens of a rank, block_size / context_parallel={context}'
+    for key, size in sizes.items():
+        if size % ranks:
+            below = keys[key] // units[key] * units[key]
+            # Suggest no smaller vocabulary, for that would need another tokenizer.
+            others = [n for n in (below, below + units[key]) if n and (key != 'vocab_size' or n > below)]
+            common = math.gcd(*sizes.values())
+            divisors = [str(n) for n in range(2, common + 1) if common % n == 0]
+            or_so = f', or tensor_parallel={" or ".join(divisors)} with all sizes as they are' if divisors else ''
+            advice = f'use --{key}={" or ".join(map(str, others))}{or_so}'
+            raise ValueError(f'{given} does not divide {names[key]}: {advice}')
+
+
 class Split:
     """Cuts a GPT in place: it keeps this rank's part of every matrix, and computes together with the other ranks."""
 
@@ -95,7 +132,7 @@ class Split:
         model.slices to {name of a parameter: Slice}.
 
         ranks.size has to divide the numbers of query and key/value heads, mlp_hidden_dim, the rows of the embedding and
-        the tokens of a sequence; meshes.check_tensor_parallel() refuses others.
+        the tokens of a sequence; check() refuses others.
         """
         self.model, self.ranks = model, ranks
         model.slices = {name: slice_of(model, name, p.shape, ranks) for name, p in model.named_parameters()}

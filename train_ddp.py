@@ -122,11 +122,11 @@ while step < config.max_iters and not watch.must_stop:
     # forward and backward, micro-step by micro-step; the gradients add up
     watch.begin_step(step)
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(run.accumulation_steps):
+    for micro_step in range(run.layout.micro_steps):
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
         # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
-        model.require_backward_grad_sync = micro_step == run.accumulation_steps - 1
+        model.require_backward_grad_sync = micro_step == run.layout.micro_steps - 1
         watch.mark('forward')
         loss_sum, ce_sum = model(*batch)
         watch.mark('backward')

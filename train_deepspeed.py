@@ -38,7 +38,6 @@ import torch.distributed as dist
 
 import data
 import deepspeed_engine
-import meshes
 import optim
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
@@ -48,7 +47,7 @@ from system.files import write_file
 run = begin(config, explicit, 'deepspeed')  # ranks, device, data; every key that the run needs now has a value
 config.compile = config.compile and (config.zero_stage < 3 or 'compile' in explicit)  # off by default under stage 3
 deepspeed_engine.refuse_unsupported(vars(config))
-engine_config = deepspeed_engine.configuration(vars(config), run.accumulation_steps, config.deepspeed_config)
+engine_config = deepspeed_engine.configuration(vars(config), run.layout.micro_steps, config.deepspeed_config)
 if not config.dry_run:
     deepspeed = deepspeed_engine.package(run.device)  # the import, or one line on what to install
 found = run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
@@ -59,7 +58,7 @@ batch_size, global_batch_size = config.batch_size, config.global_batch_size
 # raw_model computes nothing. It holds the run's weights as checkpoints do, rows of fp32 on the host, and is empty while
 # the engine trains.
 raw_model = make_model(run)
-mesh = meshes.make({'shard': world_size}, torch.device('cpu'), config.timeout_s)
+mesh = run.layout.mesh(torch.device('cpu'), config.timeout_s)
 deepspeed_engine.shard_rows(raw_model, mesh)
 initialise(raw_model, run, 'cpu')
 opt = optim.from_config(raw_model, config, device if config.cpu_offload == 'none' else torch.device('cpu'))
@@ -134,11 +133,11 @@ while step < config.max_iters and not watch.must_stop:
     # forward and backward, micro-step by micro-step; the gradients add up
     watch.begin_step(step)
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(run.accumulation_steps):
+    for micro_step in range(run.layout.micro_steps):
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
         # The engine adds gradients up, and averages them over the ranks after the last micro-step's backward.
-        model.set_gradient_accumulation_boundary(micro_step == run.accumulation_steps - 1)
+        model.set_gradient_accumulation_boundary(micro_step == run.layout.micro_steps - 1)
         watch.mark('forward')
         loss_sum, ce_sum = model(*batch)
         watch.mark('backward')

@@ -45,7 +45,6 @@ import data
 import diloco
 import expert_manual
 import fsdp_manual
-import meshes
 import offload
 import optim
 import tensor_manual
@@ -58,7 +57,6 @@ from runtime.watch import Watch
 from system import collectives, processes
 
 run = begin(config, explicit, 'diloco')  # ranks, device, data; every key that the run needs now has a value
-diloco.check_keys(vars(config))  # raises unless inner_steps, overlap_steps and the like fit together
 if config.dry_run:  # a run says so once it knows how many steps are left
     run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
@@ -69,13 +67,12 @@ diloco_check.refuse_differences(config, run.train_data, run.val_data)
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
-axes = meshes.diloco_axes(vars(config), world_size)
-whole_mesh = meshes.make(axes, device, config.timeout_s)
+whole_mesh = run.layout.mesh(device, config.timeout_s)
 mesh = whole_mesh['shard']  # the ranks of this replica, which is sharded as if there were no others
 replica, shard_size = whole_mesh.get_local_rank('replica'), mesh.size()
 expert_mesh, experts = None, []
 if config.expert_parallel > 1:  # experts are sharded over fewer ranks than other weights: those that hold the same ones
-    expert_mesh = meshes.make(meshes.expert_axes(axes, config.expert_parallel), device, config.timeout_s)
+    expert_mesh = run.layout.expert_mesh(device, config.timeout_s)
     experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
     expert_mesh = expert_mesh['shard']
 # A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
@@ -227,12 +224,12 @@ while step < config.max_iters and not watch.must_stop:
     # forward and backward, micro-step by micro-step; the gradients add up
     watch.begin_step(step)
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(run.accumulation_steps):
+    for micro_step in range(run.layout.micro_steps):
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
         # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
         # accumulate='sharded' the backward of every micro-step does so.
-        last_micro_step = micro_step == run.accumulation_steps - 1
+        last_micro_step = micro_step == run.layout.micro_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
         model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
         watch.mark('forward')

@@ -38,7 +38,6 @@ import context_manual
 import data
 import expert_manual
 import fsdp_manual
-import meshes
 import offload
 import optim
 import tensor_manual
@@ -58,16 +57,16 @@ raw_model = make_model(run)  # on the meta device; activation checkpointing and 
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 # Ranks that split a matrix or share a sequence get neighbouring numbers, because they exchange the most.
-axes = meshes.fsdp_axes(vars(config), world_size)
-mesh = meshes.make(axes, device, config.timeout_s)
-context = context_manual.Context.from_keys(vars(config), device) if config.context_parallel > 1 else None
-tensor = None
+mesh = run.layout.mesh(device, config.timeout_s)
+context = tensor = None
+if config.context_parallel > 1:
+    context = context_manual.Context(run.layout, config.context_impl, device, config.timeout_s)
 if config.tensor_parallel > 1:
     tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
     mesh = mesh[mesh.mesh_dim_names[:-1]]
 expert_mesh, experts = None, []
 if config.expert_parallel > 1:  # experts are sharded over fewer ranks than other weights: those that hold the same ones
-    expert_mesh = meshes.make(meshes.expert_axes(axes, config.expert_parallel), device, config.timeout_s)
+    expert_mesh = run.layout.expert_mesh(device, config.timeout_s)
     experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
     expert_mesh = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
 # A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
@@ -161,14 +160,14 @@ while step < config.max_iters and not watch.must_stop:
     # forward and backward, micro-step by micro-step; the gradients add up
     watch.begin_step(step)
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(run.accumulation_steps):
+    for micro_step in range(run.layout.micro_steps):
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
         if context:
             batch = context.part(batch)  # this rank's columns
         # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
         # accumulate='sharded' the backward of every micro-step does so.
-        last_micro_step = micro_step == run.accumulation_steps - 1
+        last_micro_step = micro_step == run.layout.micro_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
         model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
         watch.mark('forward')

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 import data
-import meshes
 import optim
 import pipeline_manual
 import tensor_manual
@@ -41,14 +40,13 @@ from runtime.watch import Watch
 
 run = begin(config, explicit, 'pipeline')  # ranks, device, data; every key that the run needs now has a value
 stages, chunks = config.pipeline_stages, config.pipeline_chunks
-run.notes += meshes.check_pipeline(vars(config), run.world_size // stages)
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
 # --- STAGE ------------------------------------------------------------------------------------------------------------
 # Ranks that exchange the most get neighbouring numbers: those of a matrix, then the copies of a stage, then the stages.
-mesh = meshes.make(meshes.pipeline_axes(vars(config), world_size), device, config.timeout_s)
+mesh = run.layout.mesh(device, config.timeout_s)
 ranks_of_stage = world_size // stages
 stage, rank_of_stage = divmod(rank, ranks_of_stage)
 raw_model = make_model(run)  # on the meta device
@@ -57,7 +55,7 @@ tensor = None
 if config.tensor_parallel > 1:
     tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
 model = pipeline_manual.Pipeline(raw_model, mesh, batch_size)
-timetable = pipeline_manual.timetable(stages, chunks, run.accumulation_steps)
+timetable = pipeline_manual.timetable(stages, chunks, run.layout.micro_steps)
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
 initialise(raw_model, run)  # fp32 master weights of this stage, the same on all its copies
@@ -124,7 +122,7 @@ while step < config.max_iters and not watch.must_stop:
     # forward and backward of all micro-steps, in the order of the timetable; the gradients add up
     watch.begin_step(step)
     watch.mark('data')
-    batches = [next(train_batches) for _ in range(run.accumulation_steps)]  # x, y (batch_size, block_size), starts
+    batches = [next(train_batches) for _ in range(run.layout.micro_steps)]  # x, y (batch_size, block_size), starts
     step_loss = torch.zeros((), device=device)
     with model.weights_cast():
         for actions in timetable:  # [what stage 0 does, what stage 1 does, ...] at the same time

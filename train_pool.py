@@ -42,10 +42,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import data
 import diloco
 import fsdp_manual
-import meshes
 import offload
 import optim
 from exchange import diloco_check
+from layout import make_mesh
 from model import balance_experts
 from pool.plan import StorePlan
 from pool.replica import Replica, number_of_replicas
@@ -61,7 +61,6 @@ config.num_replicas = number_of_replicas(config)  # the key's value, or that of 
 # The global batch is divided as if every replica had as many ranks as this job.
 jobs_ranks = config.num_replicas * processes.ranks_from_environment()[2]
 run = begin(config, explicit, 'pool', jobs_ranks)  # ranks, device, data; every key that the run needs now has a value
-diloco.check_keys(vars(config))
 if config.dry_run:  # a run says so once it knows how many steps are left
     run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find this job's own checkpoint
@@ -71,7 +70,7 @@ diloco_check.refuse_differences(config, run.train_data, run.val_data)
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
-whole_mesh = meshes.make({'replica': 1, 'shard': world_size}, device, config.timeout_s)
+whole_mesh = make_mesh({'replica': 1, 'shard': world_size}, device, config.timeout_s)
 mesh = whole_mesh['shard']  # this job is one replica, and exchanges through files
 # A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
@@ -218,12 +217,12 @@ while not watch.must_stop:
     # forward and backward, micro-step by micro-step; the gradients add up
     watch.begin_step(step)
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(run.accumulation_steps):
+    for micro_step in range(run.layout.micro_steps):
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
         # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
         # accumulate='sharded' the backward of every micro-step does so.
-        last_micro_step = micro_step == run.accumulation_steps - 1
+        last_micro_step = micro_step == run.layout.micro_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
         model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
         watch.mark('forward')

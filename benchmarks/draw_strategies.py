@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -161,9 +160,9 @@ PARTS = ('weights', 'gradients', 'moments', 'for a while')
 
 def held_gb():
     """{model: {layout: {part of PARTS: GB of one of GPUS ranks}}}; None where the layout cannot cut the model."""
-    import meshes
+    from layout import Layout
     from model import ModelConfig
-    from planning import layouts, memory
+    from planning import checks, layouts, memory
     from planning.sizes import empty_model
 
     found = {}
@@ -173,8 +172,7 @@ def held_gb():
         for layout, (strategy, script, own) in LAYOUTS.items():
             keys = layouts.keys_of(script, {**shape, **batch, **own}, on_cpu=False)
             try:
-                if keys.get('tensor_parallel', 1) > 1:
-                    meshes.check_tensor_parallel(SimpleNamespace(**keys), ModelConfig.from_keys(keys))
+                checks.check(keys, Layout.of(keys, strategy, GPUS), ModelConfig.from_keys(keys))
                 parts = memory.memory_bytes(keys, empty_model(keys), GPUS, strategy)
             except ValueError:
                 found[model][layout] = None

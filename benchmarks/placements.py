@@ -23,10 +23,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import expert_manual
 import fsdp_manual
-import meshes
 import optim
 import pipeline_manual
 import tensor_manual
+from layout import Layout
 from model import GPT, ModelConfig
 from planning import layouts
 from runtime import begin
@@ -132,13 +132,12 @@ def _held(strategy, keys, config, rank):
     raw_model.initial_value = lambda name, parameter, seed, device: numbers[name].clone()
 
     # As the train scripts do it, from "SHARD" or "STAGE" on.
-    model = raw_model
+    model, layout = raw_model, Layout.of(keys, strategy, RANKS)
     if strategy == 'pipeline':
-        mesh = meshes.make(meshes.pipeline_axes(keys, RANKS), device, config.timeout_s)
+        mesh = layout.mesh(device, config.timeout_s)
         model = raw_model = pipeline_manual.Stage(raw_model, mesh.get_local_rank('stage'), config.pipeline_stages, 1)
     if strategy in ('fsdp', 'diloco'):
-        axes = meshes.diloco_axes(keys, RANKS) if strategy == 'diloco' else meshes.fsdp_axes(keys, RANKS)
-        mesh = meshes.make(axes, device, config.timeout_s)
+        mesh = layout.mesh(device, config.timeout_s)
         expert_mesh, experts = None, []
         if strategy == 'diloco':
             held.copy, mesh = mesh.get_local_rank('replica'), mesh['shard']
@@ -146,7 +145,7 @@ def _held(strategy, keys, config, rank):
             tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
             mesh = mesh[mesh.mesh_dim_names[:-1]]
         if config.expert_parallel > 1:
-            expert_mesh = meshes.make(meshes.expert_axes(axes, config.expert_parallel), device, config.timeout_s)
+            expert_mesh = layout.expert_mesh(device, config.timeout_s)
             experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
             expert_mesh = expert_mesh['shard']
         model = fsdp_manual.shard(

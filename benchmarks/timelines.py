@@ -154,7 +154,7 @@ def of_fsdp(config, strategy, cluster):
 def of_pipeline(config, strategy, cluster):
     stages, micro_steps = config['pipeline_stages'], config['global_batch_size'] // config['batch_size']
     mine, model, ((forward, backward), root) = model_and_work(config, cluster)
-    blocks = step_time.meshes.blocks_of_stages(config)
+    blocks = step_time.blocks_of_stages(config)
     hop = step_time.hop_seconds(cluster, GPUS // stages, stages, sizes.message_bytes(mine))
     bars, arrived = [], {}
     lanes = [Lane(f'stage {stage}', bars) for stage in range(stages)]

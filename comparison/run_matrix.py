@@ -13,7 +13,7 @@ from pathlib import Path
 
 from comparison import results
 from configurator import Mistake, checked, find, read_knobs
-from runtime import batches
+from layout import accumulation_steps
 from system.files import ROOT, read_json
 
 SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
@@ -171,7 +171,7 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
             '--batch_size, or other accumulations'
         )
     keys['batch_size'] = batch_size * most // accumulation
-    batches.accumulation_steps(keys['global_batch_size'], keys['batch_size'], ranks)  # raises if it does not divide
+    accumulation_steps(keys['global_batch_size'], keys['batch_size'], ranks)  # raises if it does not divide
     return {key: value for key, value in keys.items() if key in knobs and key != 'out_dir' and value is not None}
 
 

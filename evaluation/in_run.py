@@ -1,7 +1,7 @@
 """
 Scores on tasks (see evaluation/tasks.py), for evaluate.py and during a training run.
 
-    tasks = tasks_of(config, pretrained, device)  # before the run begins: read and tokenize them
+    tasks = tasks_of(config, layout, pretrained, device)  # before the run begins: read and tokenize them
     row.update(tasks.scores(model, step, log.say, watchdog.at))  # {'piqa/acc': 0.52, 'piqa/acc_stderr': 0.01, ...}
 """
 
@@ -139,7 +139,7 @@ def encoder_of(pretrained, tokenizer, chat_template_kwargs=None):
     return TransformersEncoder(tokenizer, ends, chat_template_kwargs)
 
 
-def tasks_of(config, pretrained, device):
+def tasks_of(config, layout, pretrained, device):
     """The Evaluation of a train script's eval_tasks, which may be none. Raises ValueError as Evaluation does, and if
     the dataset of the run has no tokenizer."""
     encoder, files = None, vars(config).get('eval_tasks', [])  # train_pipeline.py has none
@@ -152,7 +152,7 @@ def tasks_of(config, pretrained, device):
             encoder = NativeEncoder(tokenizer_of(data.folder_of(vars(config))))
         except (ValueError, OSError) as error:
             raise ValueError(f'eval_tasks needs the tokenizer of dataset={config.dataset}: {error}') from error
-    options = {'tensor_parallel': vars(config).get('tensor_parallel', 1)}
+    options = {'tensor_parallel': layout.tensor}
     if files:
         options |= {'as_chat': config.eval_tasks_chat, 'limit': config.eval_tasks_limit}
     return Evaluation(files, encoder, config.block_size, pretrained, config.batch_size, device, **options)

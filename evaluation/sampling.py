@@ -15,8 +15,8 @@ import math
 
 import torch
 
+from layout import counted
 from model import GPT, MaskedLayout
-from runtime.batches import counted
 
 
 class NotFinite(ValueError):

@@ -7,12 +7,11 @@ compare.py --plan.
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
-import meshes
 from configurator import read_knobs
+from layout import Layout
 from model import ModelConfig
-from planning import memory, rules, step_time, traffic
+from planning import checks, memory, rules, step_time, traffic
 from system.files import ROOT, read_json
 
 TIE = 0.03  # relative difference up to which two step times count as equal
@@ -93,7 +92,7 @@ def rank(keys, cluster, most=12):
             configs[script] = keys_of(script, keys, on_cpu)
         config = configs[script] | layout
         try:
-            check(config, strategy, cluster.gpus)
+            checks.check(config, Layout.of(config, strategy, cluster.gpus), ModelConfig.from_keys(config))
             found.append(
                 {'strategy': strategy, 'script': script, 'keys': layout, **step_time.step(config, strategy, cluster)}
             )
@@ -135,23 +134,6 @@ def in_order(rows):
         rows.remove(simplest)
         rows.insert(0, simplest)
     return rows
-
-
-def check(config, strategy, gpus):
-    """Raise ValueError for a layout that its script would refuse."""
-    if strategy == 'pipeline':
-        meshes.check_pipeline(config, meshes.ranks_of_stage(config, gpus))
-    else:
-        meshes.micro_steps(config, gpus)
-    if strategy == 'fsdp':
-        meshes.ranks_per_shard_group(config, gpus)
-    run = SimpleNamespace(**config)
-    if config.get('context_parallel', 1) > 1:
-        meshes.check_context_parallel(run, None)
-    if config.get('tensor_parallel', 1) > 1:
-        meshes.check_tensor_parallel(run, ModelConfig.from_keys(config))
-    if config.get('expert_parallel', 1) > 1:
-        meshes.check_expert_parallel(run, ModelConfig.from_keys(config), gpus)
 
 
 def memory_gb(config, model, strategy, gpus):

@@ -13,9 +13,10 @@ import math
 
 from torch import nn
 
-import meshes
 import optim
+from layout import Layout
 from moments import bytes_held, in_8_bits
+from pipeline_manual import blocks_of_parts
 from planning.activations import micro_step
 from planning.sizes import (
     BYTES,
@@ -86,7 +87,8 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     step = micro_step(config, strategy)
     if strategy == 'deepspeed':
         return deepspeed_states(config, model, world_size) | step.parts()
-    micro_steps = meshes.micro_steps(config, world_size)
+    layout = Layout.of(config, strategy, world_size)
+    micro_steps = layout.micro_steps
     if strategy == 'ddp':
         gradients = FP32 * trainable  # of several ranks: in the buckets of the all-reduce, of which .grad are views
         states = {'weights': stored_bytes(model.parameters()), 'gradients': gradients}
@@ -95,8 +97,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
             parts[OVERLAP] = peak_of_one_rank(model, step, gradients) - step.peak() - gradients
         return parts
 
-    is_diloco = strategy == 'diloco'
-    shard_size = world_size // config['num_replicas'] if is_diloco else meshes.ranks_per_shard_group(config, world_size)
+    is_diloco, shard_size = layout.is_diloco, layout.shard
     trained = count(trained_of(model.parameters()), shard_size)
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
@@ -126,11 +127,11 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         'reduction': max(block_reduction, root_reduction),
         **step.parts(),
     }
-    if (sharing := config.get('context_parallel', 1)) > 1:  # a ring holds 2 ranks' keys and values and 3 gradients
+    if (sharing := layout.context) > 1:  # a ring holds 2 ranks' keys and values and 3 gradients
         numbers, bytes_per_number = keys_and_values(config)
         blocks = (2, 3) if config['context_impl'] == 'ring' else (sharing, 2 * sharing)
         parts['travelling'] = numbers * (blocks[0] * bytes_per_number + blocks[1] * FP32)
-    if config.get('tensor_parallel', 1) > 1:
+    if layout.tensor > 1:
         parts['travelling'] = parts.get('travelling', 0) + travelling_bytes(config)
     # During backward, activations are freed while gradients are made. So the peak is in the loss, when no block has to
     # be whole; or at the beginning of backward, when the gradients of a block are on their way; or at the end, when the
@@ -202,10 +203,9 @@ def stage_memory(config, model, world_size, stage):
     the head. 'activations' are those of all micro-steps in flight. 'reduction' is what the exchange of gradients
     needs beyond the room that activations leave when they are freed. model: part_of_rank(config).
     """
-    stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
-    largest_part = max(meshes.blocks_of_parts(config, stages * chunks)[stage::stages])
-    stage_ranks = meshes.ranks_of_stage(config, world_size)
-    copies, micro_steps = meshes.ranks_for_batches(config, stage_ranks), meshes.micro_steps(config, stage_ranks)
+    layout = Layout.of(config, 'pipeline', world_size)
+    stages, chunks, copies, micro_steps = layout.stage, layout.chunks, layout.replicate, layout.micro_steps
+    largest_part = max(blocks_of_parts(config, stages * chunks)[stage::stages])
     in_blocks, at_ends = parameters_of_stage(config, model, stage)
     moments_held = moment_bytes(config, model, parameters=[*in_blocks, *at_ends])
     in_blocks, at_ends = count(in_blocks), count(at_ends)
@@ -232,7 +232,7 @@ def stage_memory(config, model, world_size, stage):
     }
     parts |= {'workspace': step.workspace} if step.workspace else {}
     parts |= {'host activations': in_blocks_on_host} if in_blocks_on_host else {}
-    return parts | ({'travelling': travelling_bytes(config)} if config.get('tensor_parallel', 1) > 1 else {})
+    return parts | ({'travelling': travelling_bytes(config)} if layout.tensor > 1 else {})
 
 
 def deepspeed_states(config, model, world_size):
@@ -250,7 +250,7 @@ def deepspeed_states(config, model, world_size):
     part = math.ceil(trainable / world_size)
     host = 'host ' if config['cpu_offload'] != 'none' else ''
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
-    micro_steps = meshes.micro_steps(config, world_size)
+    micro_steps = Layout.of(config, 'deepspeed', world_size).micro_steps
     sums_whole = stage == 1 and config['dtype'] == 'bfloat16' and not host
     gradient_numbers = trainable if sums_whole else part
     if stage < 3 and config['dtype'] == 'float32' and not host and trainable == whole:

@@ -8,14 +8,14 @@ Sizes are in GB of 1e9 bytes. `config` is as in sizes.py.
 
 import math
 
-import meshes
+from layout import Layout, counted
 from optim import UPDATES
 from planning.activations import micro_step
 from planning.memory import memory_bytes, moments, stage_memory, totals
 from planning.rules import rule_rows
 from planning.sizes import FP32, counts_of, empty_model, part_of_rank, rows_of_experts
 from planning.traffic import communication_bytes, stage_traffic
-from runtime.batches import batch_line, counted
+from runtime.batches import batch_line
 
 
 def dry_run(config, shape, world_size, strategy='ddp'):
@@ -28,8 +28,7 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     is_fine_tuned, counts = 'transformers' in config, counts_of(model)
     stages = range(config['pipeline_stages'] if strategy == 'pipeline' else 0)
     memory = {} if stages else memory_bytes(config, model, world_size, strategy)
-    ranks = world_size // len(stages) if stages else world_size  # that share the global batch
-    micro_steps = meshes.micro_steps(config, ranks)
+    layout = Layout.of(config, strategy, world_size)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
     saved = counts['trainable' if config.get('lora_rank') else 'total']  # LoRA saves only what it trains
@@ -48,7 +47,7 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     parameters['attention and mlp'] = f'{counts["attention"] + counts["mlp"]:,}'
     padding = '' if is_fine_tuned else f' (vocabulary padded to {model.config.padded_vocab_size:,})'
     lines += section(f'parameters{padding}', parameters)
-    if (sharing := config.get('expert_parallel', 1)) > 1:
+    if (sharing := layout.expert) > 1:
         rows = rows_of_experts(config)
         experts = {'of a layer on a rank': f'{config["n_experts"] // sharing:,}', 'rows that arrive': f'{rows:,}'}
         experts['at most (all for one rank)'] = f'{sharing * rows:,}'
@@ -71,9 +70,7 @@ def dry_run(config, shape, world_size, strategy='ddp'):
         sent = columns([stage_traffic(config, part, world_size, stage) for stage in stages])
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
 
-    sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1) * (len(stages) or 1)
-    batch_arithmetic = batch_line(config['batch_size'], micro_steps, world_size, config['block_size'], sharing)
-    lines += ['', 'batch', f'  {batch_arithmetic}']
+    lines += ['', 'batch', f'  {batch_line(config["batch_size"], layout, config["block_size"])}']
     if (copies := config.get('replicate_size', 1)) > 1:
         shards = counted(world_size // copies, 'rank')
         lines.append(f'  layout: {copies} copies of the model, each sharded over {shards}')
@@ -119,13 +116,14 @@ def out_of_memory_advice(config, world_size, strategy):
     predicted, and the advice is general. strategy: as for memory_bytes().
     """
     try:
+        layout = Layout.of(config, strategy, world_size)
         parts = memory_bytes(config, empty_model(config), world_size, strategy)
     except (KeyError, TypeError, ValueError):  # the model's keys are missing
         return 'lower batch_size or block_size'
     device_parts = {part: size for part, size in parts.items() if not part.startswith('host')}
     largest = max(device_parts, key=device_parts.get)
     need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
-    sharing = config.get('expert_parallel', 1)
+    sharing = layout.expert
     if sharing > 1:  # otherwise more rows come, see activations.py
         need += ', if its experts get their share of the tokens'
 
@@ -142,10 +140,9 @@ def out_of_memory_advice(config, world_size, strategy):
     together = 1  # how many ranks could share experts: at most 8, a node, so that tokens stay within it
     is_refused = config['optimizer'] == 'muon' or config['activation_checkpointing'] == 'selective'
     if config.get('n_experts') and strategy in ('fsdp', 'diloco') and not is_refused:
-        axes = meshes.diloco_axes if strategy == 'diloco' else meshes.fsdp_axes
-        possible = math.gcd(axes(config, world_size)['shard'], config['n_experts'])
+        possible = math.gcd(layout.shard, config['n_experts'])
         together = max(n for n in range(1, 9) if possible % n == 0)
-    fewer_bits = 'bfloat16' if config.get('tensor_parallel', 1) > 1 else 'int8'  # a cut would divide int8's blocks
+    fewer_bits = 'bfloat16' if layout.tensor > 1 else 'int8'  # a cut would divide int8's blocks
     state_helps = {  # frozen weights have no state
         f'set --expert_parallel={together}': largest in ('gathered', 'accumulated', 'reduction') and sharing < together,
         'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,

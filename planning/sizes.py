@@ -15,10 +15,10 @@ import torch
 
 import expert_manual
 import float8
-import meshes
 import tensor_manual
 from huggingface import finetune, lora
 from model import GPT, ModelConfig
+from pipeline_manual import blocks_of_stages
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
@@ -94,7 +94,7 @@ def parameters_of_stage(config, model, stage):
         ends.append(model.pos_embed)
     if stage == last:
         ends += [model.final_norm] if config['tie_embeddings'] else [model.final_norm, model.head]
-    blocks = model.blocks[: meshes.blocks_of_stages(config)[stage]]  # this many; all are alike
+    blocks = model.blocks[: blocks_of_stages(config)[stage]]  # this many; all are alike
     return [*blocks.parameters()], [parameter for module in ends for parameter in module.parameters()]
 
 

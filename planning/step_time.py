@@ -17,8 +17,9 @@ import statistics
 from collections import namedtuple
 from functools import cache
 
-import meshes
+from layout import Layout
 from model import ModelConfig, idle_numbers
+from pipeline_manual import blocks_of_stages
 from planning import sizes, traffic
 from runtime import meter
 
@@ -101,7 +102,7 @@ def with_measured_step(cluster, runs):
     plain = cluster.device._replace(scale=(1.0, 1.0), beside=NOTHING_BESIDE)
     points = {}  # implementation -> [([forward, backward seconds by plain rates], [as measured], update)]
     for config, rows in runs:
-        model, m = sizes.empty_model(config), meshes.micro_steps(config, 1)
+        model, m = sizes.empty_model(config), Layout.of(config, 'ddp', 1).micro_steps
         block, root = work(config, model, plain)
         forward, backward, update = (
             statistics.median(row[f'time/{phase}'] for row in rows) / 1000
@@ -190,10 +191,10 @@ def model_of_rank(config):
             raise ValueError(f'{key}={config[key]} is not a multiple of tensor_parallel={tensor}')
     if config['n_layer'] < stages:
         raise ValueError(f'n_layer={config["n_layer"]} is less than pipeline_stages={stages}')
-    most = max(meshes.blocks_of_stages({**config, 'pipeline_stages': stages}))
+    most = max(blocks_of_stages({**config, 'pipeline_stages': stages}))
     sizes = {key: config[key] // tensor for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
     sizes |= {'vocab_size': -(-config['vocab_size'] // tensor), 'n_layer': most}
-    return {**config, **sizes, 'tensor_parallel': 1}
+    return {**config, **sizes, 'tensor_parallel': 1, 'pipeline_stages': 1}
 
 
 def refuse_to_cut_experts(config):
@@ -262,11 +263,11 @@ def step(config, strategy, cluster):
     ranks = gpus // (tensor * stages)  # which share the data, and the weights
     mine = model_of_rank(config)
     model = model_of(**model_keys(mine))
-    m, layers = meshes.micro_steps(mine, ranks), mine['n_layer']
+    m, layers = Layout.of(mine, strategy, ranks).micro_steps, mine['n_layer']
     (forward, backward), root = work(mine, model, device)
     root = sum(root)
     waits_f, waits_b = waits_in_a_layer(mine, model, cluster, tensor, forward, backward)
-    blocks = meshes.blocks_of_stages({**config, 'pipeline_stages': stages})
+    blocks = blocks_of_stages({**config, 'pipeline_stages': stages})
     block_seconds, block_waits = forward + backward, waits_f + waits_b  # per micro-step
     waits, waits_ends = statistics.mean(blocks) * block_waits, waits_at_ends(mine, cluster, tensor)
 
@@ -458,7 +459,7 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, bloc
     shard, on_cpu = ranks // replicas, not config['device'].startswith('cuda')
     exposed, inner = 0.0, sent
     if is_diloco:
-        alone = {**config, 'replicate_size': 1, 'global_batch_size': config['global_batch_size'] // replicas}
+        alone = {**config, 'num_replicas': 1, 'global_batch_size': config['global_batch_size'] // replicas}
         inner = traffic.communication_bytes(alone, model, shard, 'fsdp')
         between = ring(cluster, replicas, stride * shard)
         outer = (sent['sent'] - inner['sent']) / between.bandwidth

@@ -8,8 +8,9 @@ Predict the bytes that a rank sends in an optimizer step, by the kind of collect
 
 from functools import lru_cache
 
-import meshes
 from exchange import codec
+from layout import Layout
+from pipeline_manual import blocks_of_stages
 from planning.sizes import (
     BYTES,
     DEEPSPEED_REUSE,
@@ -64,7 +65,8 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         sent['all-reduce'] = 2 * (world_size - 1) * FP32 * trainable / world_size
         return sent | {'sent': sum(sent.values())}
 
-    micro_steps = meshes.micro_steps(config, world_size)
+    layout = Layout.of(config, strategy, world_size)
+    micro_steps = layout.micro_steps
     if strategy == 'deepspeed':
         large, share = whole - small_parameters(model), (world_size - 1) / world_size
         if config['zero_stage'] < 3:
@@ -76,8 +78,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
             sent['all-gather'] = share * compute * (whole - large + micro_steps * (large + again))
         return sent | {'sent': sum(sent.values())}
 
-    replicas = config['num_replicas'] if strategy == 'diloco' else config['replicate_size']
-    ranks = world_size // replicas if strategy == 'diloco' else meshes.ranks_per_shard_group(config, world_size)
+    replicas, ranks = layout.replica * layout.replicate, layout.shard
     trained = count(trained_of(model.parameters()), ranks)  # numbers on a rank, with padding
     reductions = micro_steps if config['accumulate'] == 'sharded' else 1
     is_manual, stage, unit = config['fsdp_impl'] == 'manual', config['zero_stage'], config['blocks_per_unit']
@@ -96,13 +97,13 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     sent['reduce-scatter'] = reduced * (2 if on_gloo and not is_manual else 1)
     if strategy == 'fsdp':
         sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
-        if (sharing := config.get('context_parallel', 1)) > 1:  # context_manual.py, "What crosses the wire?"
+        if (sharing := layout.context) > 1:  # context_manual.py, "What crosses the wire?"
             numbers, bytes_per_number = keys_and_values(config)
             passes = 3 if config['activation_checkpointing'] in ('full', 'offload') else 2
             hops = sharing if config['context_impl'] == 'ring' else sharing - 1
             layer_bytes = numbers * (passes * (sharing - 1) * bytes_per_number + hops * FP32)
             sent['keys and values'] = micro_steps * n_layer * layer_bytes
-        if config.get('tensor_parallel', 1) > 1:
+        if layout.tensor > 1:
             sent['activations'], gradient_bytes = sent_by_tensor(
                 config, model, model.parameters(), micro_steps, ranks, n_layer
             )
@@ -117,7 +118,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         half = (replicas - 1) * bytes_per_number * trained / replicas / config['inner_steps']
         sent['reduce-scatter'] += half
         sent['all-gather'] += half
-    if (sharing := config.get('expert_parallel', 1)) > 1:  # expert_manual.py, "What crosses the wire?"
+    if (sharing := layout.expert) > 1:  # expert_manual.py, "What crosses the wire?"
         exchanges = 6 if config['activation_checkpointing'] in ('full', 'offload') else 4
         bytes_of_rows = rows_of_experts(config) * config['n_embd'] * compute
         sent['tokens of experts'] = micro_steps * n_layer * exchanges * (sharing - 1) / sharing * bytes_of_rows
@@ -145,9 +146,8 @@ def stage_traffic(config, model, world_size, stage):
     their gradients back. The first and the last stage exchange the gradients of a tied embedding.
     model: part_of_rank(config).
     """
-    stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
-    stage_ranks = meshes.ranks_of_stage(config, world_size)
-    copies, micro_steps = meshes.ranks_for_batches(config, stage_ranks), meshes.micro_steps(config, stage_ranks)
+    layout = Layout.of(config, 'pipeline', world_size)
+    stages, chunks, copies, micro_steps = layout.stage, layout.chunks, layout.replicate, layout.micro_steps
     mine = sum(parameters_of_stage(config, model, stage), [])
     messages = micro_steps * (2 * chunks - (stage == 0) - (stage == stages - 1))
     tied = config['tie_embeddings'] and stages > 1 and stage in (0, stages - 1)
@@ -155,9 +155,9 @@ def stage_traffic(config, model, world_size, stage):
         'point-to-point': messages * message_bytes(config) + FP32 * tied * count(model.embed.parameters()),
         'all-reduce': 2 * (copies - 1) * FP32 * count(mine) / copies,
     }
-    if config.get('tensor_parallel', 1) > 1:
+    if layout.tensor > 1:
         ends = stage == 0, stage == stages - 1
-        blocks = meshes.blocks_of_stages(config)[stage]
+        blocks = blocks_of_stages(config)[stage]
         sent['activations'], gradient_bytes = sent_by_tensor(config, model, mine, micro_steps, 1, blocks, ends)
         sent['all-reduce'] += gradient_bytes
     return sent | {'sent': sum(sent.values())}

@@ -1,7 +1,5 @@
 """
-The arithmetic of batches: micro-steps, epochs, and warnings about settings that are legal but probably a mistake.
-
-    batches.accumulation_steps(global_batch_size=512, batch_size=8, world_size=4)  # 16
+The arithmetic of batches in words, epochs, and warnings about settings that are legal but probably a mistake.
 
 `config` is a script's config as a dict.
 """
@@ -9,23 +7,7 @@ The arithmetic of batches: micro-steps, epochs, and warnings about settings that
 import math
 from fractions import Fraction
 
-
-def accumulation_steps(global_batch_size, batch_size, world_size):
-    """
-    Micro-steps per optimizer step: global_batch_size = batch_size * world_size * accumulation_steps, in sequences.
-
-    Raises ValueError if that has no solution in whole numbers; the message names the nearest global batches that have.
-    """
-    per_micro_step = batch_size * world_size
-    steps, rest = divmod(global_batch_size, per_micro_step)
-    if rest:
-        nearest = [n * per_micro_step for n in (steps, steps + 1) if n > 0]
-        raise ValueError(
-            f'global_batch_size={global_batch_size} is not a multiple of {per_micro_step} = batch_size={batch_size} x '
-            f'{counted(world_size, "rank")}: use --global_batch_size={" or ".join(map(str, nearest))}, '
-            'or another batch_size'
-        )
-    return steps
+from layout import counted
 
 
 def cautions(config, n_windows):
@@ -58,18 +40,13 @@ def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
     return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.07 * 100 is above 7
 
 
-def batch_line(batch_size, accumulation_steps, world_size, block_size, sharing=1):
-    """The batch arithmetic with its numbers, on one line. sharing: how many ranks work on the same sequences."""
-    groups = world_size // sharing
-    sequences = batch_size * accumulation_steps * groups
-    rank_factor = (groups, 'rank' if sharing == 1 else 'rank group')
-    factors = ((batch_size, 'sequence'), (accumulation_steps, 'micro-step'), rank_factor)
+def batch_line(batch_size, layout, block_size):
+    """The batch arithmetic with its numbers, on one line."""
+    sequences = batch_size * layout.micro_steps * layout.reading
+    rank_factor = (layout.reading, 'rank' if layout.sharing == 1 else 'rank group')
+    factors = ((batch_size, 'sequence'), (layout.micro_steps, 'micro-step'), rank_factor)
     per_step = ' x '.join(counted(number, noun) for number, noun in factors)
     return (
         f'{per_step} = {counted(sequences, "sequence")} x {counted(block_size, "token")} '
         f'= {sequences * block_size:,} tokens per step'
     )
-
-
-def counted(number, noun):
-    return f'{number:,} {noun}' if number == 1 else f'{number:,} {noun}s'

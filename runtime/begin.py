@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import data
 import float8
-import meshes
 import offload
 import optim
 from configurator import without_effect
@@ -33,9 +32,9 @@ from dataset.mixture import names_in, parse_stages
 from dataset.windows import read_meta
 from evaluation import in_run
 from huggingface import finetune, lora, native
+from layout import Layout, choose_sizes
 from model import GPT, ModelConfig, pointwise_cross_entropy
-from planning import report, rules
-from planning.sizes import part_of_rank
+from planning import checks, report, rules
 from runtime import batches, best, checkpoint, health
 from system import collectives, devices, errors, processes, stopping
 from text.conversations import templates_of_data
@@ -62,7 +61,7 @@ class Run:
     val_data: object = None
     model_config: object = None  # a ModelConfig; without native that of a Hugging Face model is `pretrained` itself
     tasks: object = None  # in_run.Evaluation
-    accumulation_steps: int = 0  # micro-steps per optimizer step, on each rank
+    layout: Layout | None = None  # how the ranks divide the work
     tokens_per_step: int = 0
     identity: dict | None = None  # what a checkpoint must have in common with this run to be resumed
     found: str | None = None  # the checkpoint in out_dir that the run resumes from
@@ -128,7 +127,8 @@ def begin(config, explicit, strategy, ranks=None):
     run = Run(config, explicit, strategy, rank, world_size, device, compute_dtype, ranks or world_size)
     open_model_and_data(run)
     fill_in(run)
-    run.tasks = in_run.tasks_of(config, run.pretrained, device)  # read now, so that a mistake in their files shows here
+    # Read now, so that a mistake in their files shows here.
+    run.tasks = in_run.tasks_of(config, run.layout, run.pretrained, device)
     return run
 
 
@@ -302,17 +302,14 @@ def fill_in(run):
 
     Each step adds what it derived to run.notes. Raises ValueError if keys contradict each other or the data.
     """
-    fill_axes(run)
-    fill_batch(run)
+    fill_layout(run)
     fill_data(run)
     fill_length(run)
     fill_rates(run)
     plan_data(run)
     fill_model(run)
-    check_optimizer(run.config)
-    check_experts(run)
     fill_compile(run)
-    check_layout(run)
+    run.notes += checks.check(vars(run.config), run.layout, run.model_config)
     best.check_keys(vars(run.config))
     check_effects(run)
 
@@ -329,40 +326,30 @@ def check_effects(run):
     run.notes += without_effect(f'train_{run.strategy}.py', config, run.explicit, **facts)
 
 
-def fill_axes(run):
-    """Choose the number of pipeline stages or replicas that the ranks are divided into, if the keys leave it open."""
-    config = run.config
-    if run.strategy == 'pipeline':
-        if config.pipeline_stages is None:
-            config.pipeline_stages = max(1, run.ranks // config.tensor_parallel)
-        meshes.ranks_of_stage(vars(config), run.ranks)
-    elif run.strategy == 'diloco':
-        nodes = processes.local_world_size()
-        config.num_replicas = meshes.number_of_replicas(config.num_replicas, run.ranks, nodes)
-
-
-def fill_batch(run):
-    """The micro-steps per optimizer step. The global batch is fixed; the number of ranks decides only how many
-    micro-steps each of them needs for its share."""
-    config, stages = run.config, vars(run.config).get('pipeline_stages', 1)
-    ranks = run.ranks // stages  # in each stage
-    reading = meshes.ranks_for_batches(vars(config), ranks)  # how many of them read different sequences
-    sharing = run.ranks // reading  # the ranks that work on the same ones
-    # By default one micro-step per stage, which fills a pipeline just once.
-    config.global_batch_size = config.global_batch_size or config.batch_size * stages * reading
-    run.accumulation_steps = batches.accumulation_steps(config.global_batch_size, config.batch_size, reading)
+def fill_layout(run):
+    """How the ranks divide the work. The global batch is fixed; the number of ranks decides only how many micro-steps
+    each of them needs for its share."""
+    config, train, val = run.config, run.train_data, run.val_data
+    choose_sizes(config, run.strategy, run.ranks, processes.local_world_size())
+    run.layout = Layout.of(vars(config), run.strategy, run.ranks)
     run.tokens_per_step = config.global_batch_size * config.block_size
-    train, val = run.train_data, run.val_data
     others = ' + '.join(f'{source.name} ({source.split})' for source in val.sources)
     of_others = f' of {others}' if config.val_dataset else ''
     run.notes += [
         f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens{of_others}',
-        batches.batch_line(config.batch_size, run.accumulation_steps, run.ranks, config.block_size, sharing),
+        batches.batch_line(config.batch_size, run.layout, config.block_size),
     ]
 
 
 def fill_compile(run):
     config = run.config
+    if config.compile and getattr(run.model_config, 'n_experts', 0):
+        exchanges = run.layout.expert > 1  # sizes depend on the routing, so torch.compile cannot know them
+        is_grouped = config.device.startswith('cuda') and config.dtype == 'bfloat16'  # one kernel for all experts
+        if exchanges or not is_grouped:
+            config.compile = False
+            where = 'without expert_parallel' if exchanges else 'in bfloat16 on a GPU'
+            run.notes.append(f'compile: experts are compiled {where} alone: the run goes on uncompiled')
     compiled_for = {config.device}
     offload = vars(config).get('cpu_offload', 'none')
     updates_on_host = offload == 'params' or (offload == 'optimizer' and run.strategy == 'deepspeed')
@@ -476,66 +463,6 @@ def fill_model(run):
     vars(config).update(run.model_config.to_dict())
     if config.native:  # keep what the user asked for: Pretrained.from_run() derives the rest from it again
         config.rope_theta, config.yarn = run.pretrained.rope_theta, run.pretrained.yarn
-
-
-def check_optimizer(config):
-    """Raise ValueError if the optimizer has no moments that could be stored in optimizer_dtype."""
-    if config.optimizer_dtype != 'float32' and config.optimizer not in optim.UPDATES:
-        why = 'has no moments' if config.optimizer == 'sgd' else 'orthogonalises its momentum, which stays float32'
-        raise ValueError(
-            f'optimizer_dtype={config.optimizer_dtype} with optimizer={config.optimizer}, which {why}: '
-            'use --optimizer=adamw, or leave optimizer_dtype out'
-        )
-
-
-def check_experts(run):
-    """Raise ValueError if a mixture of experts cannot be trained as the keys ask. ModelConfig checks its sizes."""
-    config, n_experts = run.config, getattr(run.model_config, 'n_experts', 0)
-    if vars(config).get('expert_parallel', 1) != 1:
-        meshes.check_expert_parallel(config, run.model_config, run.world_size)
-    if not n_experts:
-        return
-    given, on_cuda = f'n_experts={n_experts}', config.device.startswith('cuda')
-    if run.strategy in ('pipeline', 'deepspeed'):
-        raise ValueError(f'{given}: train_{run.strategy}.py has no mixtures of experts: use train_fsdp.py')
-    if vars(config).get('tensor_parallel', 1) > 1:
-        ranks = config.tensor_parallel
-        raise ValueError(
-            f'{given} with tensor_parallel={ranks}: experts are not cut: leave it at 1, and use --expert_parallel, '
-            'or FSDP alone'
-        )
-    if config.heads:
-        raise ValueError(f'{given} with heads={config.heads}: the published rules are of dense models: leave heads out')
-    if config.dtype == 'float16':
-        raise ValueError(f'{given} with dtype=float16: use --dtype=bfloat16, or float32')
-    if config.router_bias and run.strategy in ('diloco', 'pool'):
-        raise ValueError(f'router_bias={config.router_bias}: each replica would have its own: use --router_bias=0')
-    is_grouped = on_cuda and config.dtype == 'bfloat16'  # one kernel for all experts; it reads 16 bytes at a time
-    for key in ('n_embd', 'expert_hidden_dim') if is_grouped else ():
-        size = getattr(config, key)
-        if size % 8:
-            sizes = ' or '.join(f'--{key}={n}' for n in (size // 8 * 8, size // 8 * 8 + 8) if n)
-            raise ValueError(
-                f'{given} with {key}={size}: experts in bfloat16 on a GPU take multiples of 8: use {sizes}'
-            )
-    exchanges = vars(config).get('expert_parallel', 1) > 1  # sizes depend on the routing, so torch.compile cannot know
-    if config.compile and (exchanges or not is_grouped):
-        config.compile = False
-        where = 'without expert_parallel' if exchanges else 'in bfloat16 on a GPU'
-        run.notes.append(f'compile: experts are compiled {where} alone: the run goes on uncompiled')
-
-
-def check_layout(run):
-    """Raise ValueError if the model or the ranks cannot be divided as the keys ask."""
-    config = run.config
-    if vars(config).get('context_parallel', 1) > 1:
-        meshes.check_context_parallel(config, None if config.native else run.pretrained)
-    if 'replicate_size' in vars(config):
-        meshes.ranks_per_shard_group(vars(config), run.world_size)
-    if vars(config).get('tensor_parallel', 1) > 1:
-        meshes.check_tensor_parallel(config, run.model_config)
-    if config.matmul_dtype:
-        run.notes += float8.check(vars(config), part_of_rank(vars(config)), run.strategy)
 
 
 def make_process_group(config, device):

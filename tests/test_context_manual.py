@@ -24,6 +24,7 @@ from launch import (
     run_function,
     run_many,
 )
+from layouts import layout_of
 from on_cuda import on_cuda
 from outputs import column, complete, last_step, tensors_of
 from precision import TIMES, assert_as_close_to_float64, assert_same_run, in_float64, times_further
@@ -35,7 +36,6 @@ from torch.distributed.tensor import DTensor
 
 import context_manual
 import fsdp_manual
-import meshes
 import optim
 from huggingface import finetune
 from model import GPT, ModelConfig, layout_of_documents
@@ -79,6 +79,11 @@ STEPS = [*range(19), 0]  # the last batch is the first one again, so that its lo
 
 
 # --- WHAT THE RANKS RUN -----------------------------------------------------------------------------------------------
+
+
+def over(ranks):
+    """The Layout in which all ranks share each sequence."""
+    return layout_of('fsdp', ranks, context=ranks)
 
 
 def batch_of(step, packed):
@@ -156,7 +161,7 @@ def compare(case):
     """
     raw, gradients = make_model(case), {}
     model = shard(raw, case)
-    context = context_manual.Context(case['ranks'], case['impl'], CPU, 60)
+    context = context_manual.Context(over(case['ranks']), case['impl'], CPU, 60)
     ours = torch.tensor(train(model, raw, optimizer_of(raw), STEPS, case, context, gradients))
     if dist.get_rank() > 0:
         return None
@@ -174,7 +179,7 @@ def compare(case):
 
 def exact(impl, packed, model):
     """The largest errors of a model's loss and gradients, and of attention alone, in float64 and without FSDP."""
-    errors, context = [], context_manual.Context(dist.get_world_size(), impl, CPU, 60)
+    errors, context = [], context_manual.Context(over(dist.get_world_size()), impl, CPU, 60)
     with in_float64():
         case = DEFAULTS | dict(dtype='float64', model=model, packed=packed)
         results = []
@@ -214,7 +219,7 @@ def exact(impl, packed, model):
 def perturbed(impl):
     """Change one token of a document: (whether logits of another document change, whether all of its own from that
     token on do)."""
-    context, model = context_manual.Context(dist.get_world_size(), impl, CPU, 60), make_model(DEFAULTS)
+    context, model = context_manual.Context(over(dist.get_world_size()), impl, CPU, 60), make_model(DEFAULTS)
     x, y, starts = batch_of(1, packed=True)
     changed = x.clone()
     changed[3, 11] += 1  # the first token of the document at 11 to 29, which lies in chunks of all ranks
@@ -231,7 +236,7 @@ def perturbed(impl):
 
 def sent_bytes(impl, checkpointing):
     """Bytes that this rank sends in forward and backward of one step: as counted here, by Linux, and by the formula."""
-    context = context_manual.Context(dist.get_world_size(), impl, CPU, 60)
+    context = context_manual.Context(over(dist.get_world_size()), impl, CPU, 60)
     model = make_model(DEFAULTS | dict(checkpointing=checkpointing))
     counted = []
 
@@ -263,7 +268,7 @@ def sent_bytes(impl, checkpointing):
 def activations():
     """Bytes that the blocks of a model save for backward on this rank, and in one process."""
     config = ModelConfig(**LLAMA | dict(n_embd=64, head_dim=16, mlp_hidden_dim=160), block_size=512)
-    model, context = GPT(config), context_manual.Context(dist.get_world_size(), 'ring', CPU, 60)
+    model, context = GPT(config), context_manual.Context(over(dist.get_world_size()), 'ring', CPU, 60)
     tokens, weights = (
         torch.zeros(1, 512, dtype=torch.long),
         {p.untyped_storage().data_ptr() for p in model.parameters()},
@@ -295,7 +300,7 @@ def hugging_face(folder, kind):
         path = Path(save_model(f'{folder}/{kind}', kind), 'config.json')
         path.write_text(json.dumps({**json.loads(path.read_text()), 'sliding_window': None}))
     dist.barrier()
-    context = context_manual.Context(dist.get_world_size(), 'ring', CPU, 60)
+    context = context_manual.Context(over(dist.get_world_size()), 'ring', CPU, 60)
     x, y, starts = batch_of(1, packed=True)
     assert T <= POSITIONS
 
@@ -473,14 +478,13 @@ def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        (dict(context_parallel=3), 'context_parallel=3 .* 4 ranks: .* 1, 2, 4'),
         (dict(block_size=4), ' 8, .*context_parallel=4 .*--block_size=8'),
         (dict(dropout=0.1), 'dropout=0.1 .*context_parallel=4.*--dropout=0'),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     with pytest.raises(ValueError, match=message):
-        meshes.ranks_for_batches({'context_parallel': 4, 'block_size': 64, 'dropout': 0.0, **changes}, 4)
+        context_manual.check({'block_size': 64, 'dropout': 0.0, **changes}, layout_of('fsdp', 4, context=4), None)
 
 
 @pytest.mark.parametrize(
@@ -489,12 +493,11 @@ def test_what_does_not_fit_is_refused_with_what_would(changes, message):
 )
 def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message):
     pretrained = finetune.Pretrained(save_model(tmp_path / kind, kind), block_size=32)
-    config = types.SimpleNamespace(context_parallel=2, block_size=32, device='cpu', head_dim=10)
+    keys = {'block_size': 32, 'dropout': 0.0, 'device': 'cpu', 'head_dim': 10}
     with pytest.raises(ValueError, match=message):
-        meshes.check_context_parallel(config, pretrained)
-    config.device = 'cuda:0'
+        context_manual.check(keys, layout_of('fsdp', 2, context=2), pretrained)
     with pytest.raises(ValueError, match='head_dim=10: .* 8'):
-        meshes.check_context_parallel(config, None)
+        context_manual.check({**keys, 'device': 'cuda:0'}, layout_of('fsdp', 2, context=2), pretrained)
 
 
 def test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_nothing(monkeypatch):

@@ -9,7 +9,6 @@ import itertools
 import json
 import re
 import shutil
-import types
 from pathlib import Path
 from unittest import mock
 
@@ -19,12 +18,12 @@ import torch
 import torch.distributed as dist
 from experts import first_weights, model_of
 from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many
+from layouts import layout_of
 from outputs import column, complete, tensors_of
 from precision import MARGIN, TIMES, error, in_float64, times_further
 from short import slow_but
 
 import expert_manual
-import meshes
 import offload
 import tensor_manual
 from dataset import shards
@@ -574,6 +573,5 @@ def test_what_cannot_be_divided_says_on_each_rank_in_one_line_what_to_use(tmp_pa
 
 
 def test_a_mixture_of_transformers_says_how_to_have_it_here():
-    config = types.SimpleNamespace(expert_parallel=2, init_from='models/mixture', num_replicas=1)
     with pytest.raises(ValueError, match='expert_parallel=2 with init_from=models/mixture: .*--native=True'):
-        meshes.check_expert_parallel(config, 'a Pretrained', 2)
+        expert_manual.check({'init_from': 'models/mixture'}, layout_of('diloco', 2, expert=2), 'a Pretrained')

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from launch import TINY_RUN, refusals, run_many
+from layouts import layout_of
 from on_cuda import Contracts
 from outputs import column
 from precision import apart, assert_as_close_to_float64, error
@@ -385,14 +386,18 @@ def test_what_cannot_be_is_refused_with_what_mends_it(changes, strategy, expecte
     if changes.get('tensor_parallel'):
         config |= dict(head_dim=12, n_kv_head=5)
     with pytest.raises(ValueError, match=f'matmul_dtype=float8.*{expected}') as raised:
-        float8.check(config, part_of_rank({**config, 'lora_rank': 0}), strategy)
+        tensor, context = changes.get('tensor_parallel', 1), changes.get('context_parallel', 1)
+        layout = layout_of(strategy, tensor * context, tensor=tensor, context=context)
+        float8.check(config, layout, part_of_rank({**config, 'lora_rank': 0}))
     assert '\n' not in str(raised.value)
 
 
 def test_a_gpu_before_8_9_is_refused_and_one_that_is_not_here_is_not(monkeypatch):
     config = config_of(device='cuda:0')
     model = part_of_rank(config)
-    assert 'WARNING: slower' in float8.check(config, model, 'ddp')[0]  # planned for that GPU on a machine without one
+    assert (
+        'WARNING: slower' in float8.check(config, layout_of('ddp', 1), model)[0]
+    )  # planned for that GPU on a machine without one
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A100')
     for capability in ((8, 0), (8, 9), (9, 0)):
@@ -401,9 +406,9 @@ def test_a_gpu_before_8_9_is_refused_and_one_that_is_not_here_is_not(monkeypatch
             with pytest.raises(
                 ValueError, match=r'NVIDIA A100 \(compute capability 8.0\).* 8.9.* leave matmul_dtype out'
             ):
-                float8.check(config, model, 'ddp')
+                float8.check(config, layout_of('ddp', 1), model)
         else:
-            assert 'WARNING' not in float8.check(config | {'compile': True}, model, 'ddp')[0]
+            assert 'WARNING' not in float8.check(config | {'compile': True}, layout_of('ddp', 1), model)[0]
 
 
 def test_gpt2_of_transformers_has_no_linear_and_is_sent_to_native(folder):
@@ -412,7 +417,7 @@ def test_gpt2_of_transformers_has_no_linear_and_is_sent_to_native(folder):
         model = finetune.for_training(pretrained)
     assert not [layer for block in model.blocks for layer in block.modules() if isinstance(layer, Linear)]
     with pytest.raises(ValueError, match='Conv1D.* --native=True'):
-        float8.check({**config_of(), **pretrained.to_dict()}, model, 'ddp')
+        float8.check({**config_of(), **pretrained.to_dict()}, layout_of('ddp', 1), model)
 
 
 @pytest.mark.parametrize('script', ['train_ddp.py', pytest.param('train_pipeline.py', marks=pytest.mark.slow)])

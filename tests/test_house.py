@@ -18,16 +18,16 @@ LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.
 # These are lessons, too, but on a lower floor, since planning/ cuts models with them to see what a rank holds.
 TENSOR = {'tensor_manual.py', 'float8.py'}
 EXPERTS = {'expert_manual.py'}  # it imports ranks and slices from tensor_manual.py
-SHARED = {'data.py', 'optim.py', 'meshes.py'}
+SHARED = {'data.py', 'optim.py'}
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
 # Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, and what
 # scores a run tokenizes tasks.
 FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
-    LESSONS,
     {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
     {'planning', 'evaluation/in_run.py'},
+    LESSONS,
     EXPERTS,
     TENSOR,
     SHARED,
@@ -37,7 +37,7 @@ FLOORS = [
     {'runtime'},
     {'system'},
     {'configurator.py', 'offload.py'},
-    {'model.py', 'moments.py'},
+    {'model.py', 'layout.py', 'moments.py'},
     {'keys.py'},
 ]
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
@@ -72,6 +72,7 @@ def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
     assert at_the_top == SCRIPTS | LESSONS | EXPERTS | TENSOR | SHARED | {
         'configurator.py',
         'keys.py',
+        'layout.py',
         'model.py',
         'moments.py',
         'offload.py',

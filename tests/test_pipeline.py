@@ -30,10 +30,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import meshes
 import optim
 import pipeline_manual
 import tensor_manual
+from layout import Layout
 from model import GPT, ModelConfig
 from pipeline_manual import Action
 from planning import activations, memory, sizes, traffic
@@ -598,14 +598,14 @@ def test_a_sleeping_rank_in_the_middle_of_a_pipeline_is_named(tmp_path):
 def test_no_other_numbers_of_blocks_make_the_slowest_part_faster(parts):
     for n_layer, vocab_size, mlp in itertools.product((6, 7, 11), (97, 700, 5000), (40, 200)):
         keys = ModelConfig(**{**SMALL, 'n_layer': n_layer, 'vocab_size': vocab_size, 'mlp_hidden_dim': mlp}).to_dict()
-        head = meshes.head_in_blocks(keys)
+        head = pipeline_manual.head_in_blocks(keys)
 
         def slowest(blocks, head=head):
             return max([*blocks[:-1], blocks[-1] + head])
 
         borders = itertools.combinations(range(1, n_layer), parts - 1)
         all_there_are = [[b - a for a, b in itertools.pairwise((0, *cut, n_layer))] for cut in borders]
-        found = meshes.blocks_of_parts(keys, parts)
+        found = pipeline_manual.blocks_of_parts(keys, parts)
         assert found in all_there_are
         assert slowest(found) == min(map(slowest, all_there_are))
 
@@ -625,7 +625,7 @@ def test_the_head_counts_as_much_as_torch_counts():
     in_matmuls = sum(count for op, count in block.get_flop_counts()['Global'].items() if 'mm' in str(op))
     attention = 2 * 2 * 64 * 64 * config.n_head * config.head_dim / 2
     share = head.get_total_flops() * of_padding / (in_matmuls + attention)
-    assert meshes.head_in_blocks(config.to_dict()) == pytest.approx(share)
+    assert pipeline_manual.head_in_blocks(config.to_dict()) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -648,7 +648,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_what_would(tmp_path, keys, s
     values |= {**ModelConfig(**SMALL).to_dict(), 'n_layer': 4}
     values |= {key[2:]: int(value) for key, value in (text.split('=') for text in keys)}
     with pytest.raises(ValueError, match=says) as error:
-        meshes.check_pipeline(values, meshes.ranks_of_stage(values, world_size=4))
+        pipeline_manual.check(values, Layout.of(values, 'pipeline', ranks=4), ModelConfig(**SMALL))
     assert '\n' not in str(error.value)
 
 

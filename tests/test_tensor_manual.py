@@ -4,7 +4,6 @@ The ranks run all cases once and return what each of them saw, and the tests loo
 """
 
 import re
-import types
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import TINY_MODEL, TINY_RUN, TINY_SYNTHETIC, Job, refusals, run_function, run_many
+from layouts import layout_of
 from outputs import column
 from precision import TIMES, apart, assert_same_run, error, in_float64, times_further
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import context_manual
 import fsdp_manual
-import meshes
 import optim
 import tensor_manual
 from evaluation import scoring
@@ -90,16 +89,18 @@ class Layout:
         self.case, self.alone = case, alone
         self.raw = self.model = GPT(ModelConfig(**case['model']), getattr(torch, case['dtype']))
         self.raw.checkpoint_activations(case['checkpointing'])
-        sizes = {'replicate_size': case['replicate'], 'tensor_parallel': case['tensor'], 'timeout_s': 60}
         self.ranks = 1 if alone else dist.get_world_size()
         self.tensor = self.context = None
         if not alone:
-            self.mesh = meshes.make(meshes.fsdp_axes(sizes, dist.get_world_size()), CPU, 60)
+            layout = layout_of(
+                'fsdp', dist.get_world_size(), **{axis: case[axis] for axis in ('tensor', 'replicate', 'context')}
+            )
+            self.mesh = layout.mesh(CPU, 60)
             if case['tensor'] > 1:
                 self.tensor = tensor_manual.Split(self.raw, tensor_manual.Ranks.of(self.mesh['tensor']))
                 self.mesh = self.mesh[self.mesh.mesh_dim_names[:-1]]
             if case['context'] > 1:
-                self.context = context_manual.Context(case['context'], 'ring', CPU, 60, case['tensor'])
+                self.context = context_manual.Context(layout, 'ring', CPU, 60)
         with torch.no_grad():
             for name, parameter in self.raw.named_parameters():
                 parameter.copy_(self.raw.initial_value(name, parameter, 7, 'cpu'))
@@ -538,14 +539,11 @@ def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw', 'optimizer_dtype': 'float32'}
     config |= {**keys.to_dict(), **changes}
     with pytest.raises(ValueError, match=message):
-        meshes.check_tensor_parallel(types.SimpleNamespace(**config), keys)
+        tensor, context = config['tensor_parallel'], config['context_parallel']
+        layout = layout_of('fsdp', tensor * context, tensor=tensor, context=context)
+        tensor_manual.check(config, layout, keys)
 
 
-def test_models_of_transformers_are_refused_and_ranks_have_to_divide():
-    config = types.SimpleNamespace(tensor_parallel=2)
+def test_models_of_transformers_are_refused():
     with pytest.raises(ValueError, match='transformers .*cut'):
-        meshes.check_tensor_parallel(config, 'a Pretrained')
-    keys = {'context_parallel': 2, 'block_size': 32, 'dropout': 0.0}
-    assert meshes.ranks_for_batches(keys | {'tensor_parallel': 2}, 8) == 2
-    with pytest.raises(ValueError, match='tensor_parallel=3 .* 4 ranks: .* 1, 2, 4'):
-        meshes.ranks_for_batches(keys | {'tensor_parallel': 3}, 8)
+        tensor_manual.check({}, layout_of('fsdp', 2, tensor=2), 'a Pretrained')

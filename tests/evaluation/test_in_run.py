@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from launch import TINY_MODEL, TINY_RUN, run_forked, run_function, run_many, run_ranks
+from layouts import layout_of
 from outputs import metrics
 from precision import apart
 from pretrained import save_model
@@ -206,7 +207,7 @@ def score_in_train_mode(folder, data_dir, compiled):
     config = SimpleNamespace(eval_tasks=[f'{folder}/choices.jsonl', f'{folder}/words.jsonl'], dataset='tiny')
     config.data_dir, config.block_size, config.batch_size = str(data_dir), 32, 2
     config.eval_tasks_limit, config.eval_tasks_chat = None, False
-    tasks = in_run.tasks_of(config, None, torch.device('cpu'))
+    tasks = in_run.tasks_of(config, layout_of('ddp', 1), None, torch.device('cpu'))
     tokens, graphs = torch.zeros(2, 32, dtype=torch.int64), torch._dynamo.utils.counters['stats']
     if compiled:
         for block in model.blocks:

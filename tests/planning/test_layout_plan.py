@@ -13,8 +13,9 @@ import pipeline_manual
 from benchmarks import planner
 from comparison import layout_table
 from configurator import read_knobs
-from model import GPT
-from planning import layouts, report, sizes, step_time, traffic
+from layout import Layout
+from model import GPT, ModelConfig
+from planning import checks, layouts, report, sizes, step_time, traffic
 
 KEYS = {'arch': 'llama', 'n_layer': 8, 'n_head': 8, 'n_kv_head': 4, 'n_embd': 256, 'vocab_size': 1024}
 KEYS |= {'block_size': 128, 'batch_size': 2, 'global_batch_size': 32}
@@ -265,7 +266,7 @@ def test_every_layout_that_the_benchmark_measures_has_a_prediction(ranks):
     cpus = step_time.cpu_cluster(ranks, ranks // 2, cores=1, gb=8)
     for name, (strategy, script, keys) in planner.cases(ranks).items():
         config = layouts.keys_of(script, {**planner.MODEL, **keys}, on_cpu=True)
-        layouts.check(config, strategy, ranks)
+        checks.check(config, Layout.of(config, strategy, ranks), ModelConfig.from_keys(config))
         assert step_time.step(config, strategy, cpus)['step'] > 0, name
     assert {'ddp', 'fsdp', 'cp2', 'tp2', 'pp2'} <= planner.cases(ranks).keys()
 

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_iter
 import deepspeed_engine
 import float8
 import optim
+from layout import accumulation_steps
 from model import GPT, ModelConfig
 from planning import activations, memory, report, sizes, traffic
-from runtime import batches
 
 SIZES = {'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'vocab_size': 1000, 'block_size': 128}
 ARCHITECTURES = {
@@ -267,7 +267,7 @@ def measure_sharded(shape, config):
         fully_shard(block, **options)
     fully_shard(model, **options)
     tokens = torch.randint(shape.vocab_size, (config['batch_size'], shape.block_size))
-    micro_steps = batches.accumulation_steps(config['global_batch_size'], config['batch_size'], 4)
+    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], 4)
     with PeakMemory() as memory:
         model.to_empty(device='cpu')
         for parameter in model.parameters():

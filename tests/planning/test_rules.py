@@ -11,9 +11,9 @@ from launch import REPO, run_forked
 
 import configurator
 import data
+from layout import accumulation_steps
 from model import GPT, ModelConfig
 from planning import memory, report, rules
-from runtime import batches
 
 CONFIG = {  # the script's defaults, and what config/enoki_8h.py sets
     'heads': 8,
@@ -359,7 +359,7 @@ def test_config_files_make_the_run_they_describe(name, sizes, steps):
     assert config['max_iters'] == steps
     assert config['dataset'] == 'fineweb-10BT-gpt2' and config['global_batch_size'] == 512
     for ranks in (1, 4, 8):
-        assert batches.accumulation_steps(512, config['batch_size'], ranks) >= 4
+        assert accumulation_steps(512, config['batch_size'], ranks) >= 4
 
 
 def test_the_8_head_config_is_the_published_recipe():

@@ -1,28 +1,17 @@
-"""batches.py: batches that divide and batches that do not, epochs, and settings that are legal but hardly intended."""
+"""batches.py: the line of a batch, epochs, and settings that are legal but hardly intended."""
 
 import re
 
 import pytest
 
-import meshes
+from layout import Layout
 from optim import learning_rate_at
 from runtime import batches
 
 
-def test_accumulation_steps_complete_the_global_batch():
-    assert batches.accumulation_steps(512, 8, 4) == 16
-    assert batches.accumulation_steps(8, 8, 1) == 1
-
-
-def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_and_the_nearest_that_do():
-    with pytest.raises(ValueError, match='global_batch_size=100 .*batch_size=8 x 4 ranks.*global_batch_size=96 or 128'):
-        batches.accumulation_steps(100, 8, 4)
-    with pytest.raises(ValueError, match='--global_batch_size=32,'):
-        batches.accumulation_steps(8, 8, 4)
-
-
 def test_the_batch_line_multiplies_out():
-    line = batches.batch_line(batch_size=8, accumulation_steps=16, world_size=4, block_size=2048)
+    layout = Layout.of({'batch_size': 8, 'global_batch_size': 512}, 'ddp', 4)
+    line = batches.batch_line(8, layout, block_size=2048)
     assert '8 sequences x 16 micro-steps x 4 ranks = 512 sequences' in line and '1,048,576 tokens per step' in line
 
 
@@ -44,18 +33,6 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     (line,) = batches.cautions({**config, 'warmup_iters': 1000}, n_windows=1000)
     assert re.search('warmup_iters=1000 .*max_iters=1000 ', line)
     assert learning_rate_at(999, 1.0, 'cosine', 1000, 1000, 0.0) < 1.0  # nor does it
-
-
-def test_replicas_must_divide_the_ranks():
-    fsdp = {'zero_stage': 3, 'replicate_size': 1, 'fsdp_impl': 'torch', 'blocks_per_unit': 1}
-    fsdp |= {'device': 'cuda', 'dtype': 'bfloat16', 'cpu_offload': 'params'}
-    assert meshes.ranks_per_shard_group({**fsdp, 'replicate_size': 2}, 8) == 4
-    with pytest.raises(ValueError, match='replicate_size=3 .* 8 ranks: .* 1, 2, 4, 8'):
-        meshes.ranks_per_shard_group({**fsdp, 'replicate_size': 3}, 8)
-    with pytest.raises(ValueError, match='zero_stage=1: .*--fsdp_impl=manual'):
-        meshes.ranks_per_shard_group({**fsdp, 'zero_stage': 1}, 8)
-    with pytest.raises(ValueError, match='cpu_offload=params with dtype=float16'):
-        meshes.ranks_per_shard_group({**fsdp, 'dtype': 'float16'}, 8)
 
 
 def test_epochs_are_rounded_up_to_whole_steps():

@@ -1,0 +1,155 @@
+"""
+How the ranks of a run divide a model, its data and a step. It is found once, from the keys, and does not change.
+
+    layout = Layout.of(vars(config), 'fsdp', ranks=16)     # with replicate_size=2, tensor_parallel=2: shard=4
+    layout.reading                                         # 8 ranks read different sequences
+    mesh = layout.mesh(device, config.timeout_s)           # DeviceMesh (replicate, shard, tensor)
+
+Every size is 1 or more, and 1 means that nothing is divided in this way. The ranks are the product of five of them:
+
+    ranks = replica x stage x replicate x shard x tensor       from the outermost to the innermost
+
+Ranks with neighbouring numbers are mostly on one node, so those that communicate most are innermost. Ranks that share a
+sequence (context) are neighbours among the ranks outside of `tensor`; ranks that divide the experts of a mixture
+(expert) are neighbours within `shard`.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+KEYS = {  # the size of an axis: the key that sets it. A script without the key has 1.
+    'replica': 'num_replicas',  # copies of the model that train alone for a while (train_diloco.py, train_pool.py)
+    'stage': 'pipeline_stages',  # parts of its depth
+    'chunks': 'pipeline_chunks',  # parts of the model on each stage
+    'context': 'context_parallel',  # ranks that share each sequence
+    'tensor': 'tensor_parallel',  # ranks that split each matrix, and work on the same tokens
+    'replicate': 'replicate_size',  # copies of what is sharded, whose gradients are averaged in every step (HSDP)
+    'expert': 'expert_parallel',  # ranks that divide the experts
+}
+COPIES = ('ddp', 'pipeline')  # in these each rank outside of the other axes is one more copy; in the others a shard
+
+
+@dataclass(frozen=True)
+class Layout:
+    strategy: str  # 'ddp', 'fsdp', 'diloco', 'pool', 'pipeline', 'deepspeed'
+    ranks: int  # that share a global batch: in a pool those of all jobs, so train_pool.py makes a mesh of its own
+    replica: int
+    stage: int
+    chunks: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+    expert: int
+    micro_steps: int  # of an optimizer step, on each rank
+
+    @classmethod
+    def of(cls, keys, strategy, ranks):
+        """
+        From a script's keys, of which num_replicas, pipeline_stages and global_batch_size have values.
+
+        Raises ValueError if ranks or sequences cannot be divided so.
+        """
+        size, left = {axis: keys.get(key, 1) for axis, key in KEYS.items()}, ranks
+        for axis in ('replica', 'stage'):
+            refuse_unless_it_divides(KEYS[axis], size[axis], left)
+            left //= size[axis]
+        refuse_unless_it_divides(KEYS['context'], size['context'], left)
+        refuse_unless_it_divides(KEYS['tensor'], size['tensor'], left // size['context'])
+        refuse_unless_it_divides(KEYS['replicate'], size['replicate'], left // size['tensor'])
+        left //= size['tensor'] * size['replicate']
+        if strategy in COPIES:
+            size['replicate'], left = left, 1
+        reading = ranks // (size['stage'] * size['context'] * size['tensor'])
+        micro_steps = accumulation_steps(keys['global_batch_size'], keys['batch_size'], reading)
+        return cls(strategy, ranks, shard=left, micro_steps=micro_steps, **size)
+
+    @property
+    def reading(self):
+        """How many ranks read different sequences. Those that work on the same ones count as one."""
+        return self.ranks // self.sharing
+
+    @property
+    def sharing(self):
+        """How many ranks work on the same sequences."""
+        return self.stage * self.context * self.tensor
+
+    @property
+    def is_diloco(self):
+        return self.strategy in ('diloco', 'pool')
+
+    def axes(self):
+        """{axis of the DeviceMesh: size}. Axes of size 1 make groups that nobody uses, so they are left out, unless the
+        script asks for their group."""
+        always = {'diloco': ('replica', 'shard'), 'pipeline': ('stage', 'replicate', 'tensor')}
+        kept = always.get(self.strategy, ('shard',))
+        names = ('replica', 'stage', 'replicate', 'shard', 'tensor')
+        return {name: getattr(self, name) for name in names if name in kept or getattr(self, name) > 1}
+
+    def mesh(self, device, timeout_s):
+        """A DeviceMesh of axes(). Collective."""
+        return make_mesh(self.axes(), device, timeout_s)
+
+    def expert_mesh(self, device, timeout_s):
+        """The ranks of mesh() arranged for the experts: ranks along `shard` hold the same ones, along `expert` others.
+        Collective."""
+        axes = self.axes() | {'shard': self.shard // self.expert, 'expert': self.expert}
+        return make_mesh(axes, device, timeout_s)
+
+
+def make_mesh(axes, device, timeout_s):
+    """A DeviceMesh of {name: size} over all ranks. Its collectives get our timeout, as the default is half an hour."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return mesh
+
+
+def choose_sizes(config, strategy, ranks, ranks_per_node):
+    """
+    Give a value to those keys of the layout that are None: one stage for each rank of a matrix's, one replica per node,
+    and a global batch of one micro-step; in a pipeline of one for each stage, which fills it just once.
+    """
+    if strategy == 'pipeline' and config.pipeline_stages is None:
+        config.pipeline_stages = max(1, ranks // config.tensor_parallel)
+    if strategy == 'diloco' and config.num_replicas is None:
+        if ranks % ranks_per_node:
+            raise ValueError(f'{ranks} ranks on nodes of {ranks_per_node}: start equally many on every node')
+        config.num_replicas = ranks // ranks_per_node
+    if config.global_batch_size is None:
+        layout = Layout.of({**vars(config), 'global_batch_size': 0}, strategy, ranks)
+        config.global_batch_size = config.batch_size * layout.reading * layout.stage
+
+
+def refuse_unless_it_divides(key, value, ranks):
+    if ranks % value:
+        divisors = ', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise ValueError(f'{key}={value} does not divide {ranks} ranks: use one of {divisors}, or start other ranks')
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+
+def accumulation_steps(global_batch_size, batch_size, ranks):
+    """
+    Micro-steps per optimizer step: global_batch_size = batch_size * ranks * accumulation_steps, in sequences.
+
+    Raises ValueError if that has no solution in whole numbers; the message names the nearest global batches that have.
+    """
+    per_micro_step = batch_size * ranks
+    steps, rest = divmod(global_batch_size, per_micro_step)
+    if rest:
+        nearest = [n * per_micro_step for n in (steps, steps + 1) if n > 0]
+        raise ValueError(
+            f'global_batch_size={global_batch_size} is not a multiple of {per_micro_step} = batch_size={batch_size} x '
+            f'{counted(ranks, "rank")}: use --global_batch_size={" or ".join(map(str, nearest))}, '
+            'or another batch_size'
+        )
+    return steps
+
+
+def counted(number, noun):
+    return f'{number:,} {noun}' if number == 1 else f'{number:,} {noun}s'

@@ -1,0 +1,95 @@
+"""
+What a run refuses because of its keys: each lesson answers for itself, and here they are asked, by a run when it begins
+and by compare.py --plan.
+
+    lines = checks.check(keys, layout, shape)   # raises ValueError, whose text is what the user reads
+"""
+
+import context_manual
+import diloco
+import expert_manual
+import float8
+import optim
+import pipeline_manual
+import tensor_manual
+from planning.sizes import part_of_rank
+
+
+def check(keys, layout, shape):
+    """
+    Lines for the log. Raises ValueError for keys that contradict each other.
+
+    keys: all of a script, with values, and with those of the model. shape: the ModelConfig, or finetune.Pretrained.
+    """
+    check_optimizer(keys)
+    if getattr(shape, 'n_experts', 0):
+        check_experts(keys, layout, shape.n_experts)
+    if 'zero_stage' in keys and layout.strategy != 'deepspeed':
+        check_sharding(keys)
+    lines = []
+    for lesson in lessons_of(layout):
+        lines += lesson.check(keys, layout, shape) or []
+    if keys['matmul_dtype']:
+        lines += float8.check(keys, layout, part_of_rank(keys))
+    return lines
+
+
+def lessons_of(layout):
+    """The lessons that divide the work of this layout."""
+    in_use = {
+        pipeline_manual: layout.strategy == 'pipeline',
+        context_manual: layout.context > 1,
+        tensor_manual: layout.tensor > 1,
+        expert_manual: layout.expert > 1,
+        diloco: layout.is_diloco,
+    }
+    return [lesson for lesson, is_used in in_use.items() if is_used]
+
+
+def check_optimizer(keys):
+    """Raise ValueError if the optimizer has no moments that could be stored in optimizer_dtype."""
+    optimizer, dtype = keys['optimizer'], keys['optimizer_dtype']
+    if dtype != 'float32' and optimizer not in optim.UPDATES:
+        why = 'has no moments' if optimizer == 'sgd' else 'orthogonalises its momentum, which stays float32'
+        raise ValueError(
+            f'optimizer_dtype={dtype} with optimizer={optimizer}, which {why}: '
+            'use --optimizer=adamw, or leave optimizer_dtype out'
+        )
+
+
+def check_experts(keys, layout, n_experts):
+    """Raise ValueError if a mixture of experts cannot be trained as the keys ask. ModelConfig checks its sizes."""
+    given = f'n_experts={n_experts}'
+    if layout.strategy in ('pipeline', 'deepspeed'):
+        raise ValueError(f'{given}: train_{layout.strategy}.py has no mixtures of experts: use train_fsdp.py')
+    if layout.tensor > 1:
+        raise ValueError(
+            f'{given} with tensor_parallel={layout.tensor}: experts are not cut: leave it at 1, and use '
+            '--expert_parallel, or FSDP alone'
+        )
+    if keys['heads']:
+        why = 'the published rules are of dense models: leave heads out'
+        raise ValueError(f'{given} with heads={keys["heads"]}: {why}')
+    if keys['dtype'] == 'float16':
+        raise ValueError(f'{given} with dtype=float16: use --dtype=bfloat16, or float32')
+    if keys['router_bias'] and layout.is_diloco:
+        raise ValueError(f'router_bias={keys["router_bias"]}: each replica would have its own: use --router_bias=0')
+    is_grouped = keys['device'].startswith('cuda') and keys['dtype'] == 'bfloat16'  # one kernel for all experts,
+    for key in ('n_embd', 'expert_hidden_dim') if is_grouped else ():  # which reads 16 bytes at a time
+        size = keys[key]
+        if size % 8:
+            sizes = ' or '.join(f'--{key}={n}' for n in (size // 8 * 8, size // 8 * 8 + 8) if n)
+            raise ValueError(
+                f'{given} with {key}={size}: experts in bfloat16 on a GPU take multiples of 8: use {sizes}'
+            )
+
+
+def check_sharding(keys):
+    """Raise ValueError for a way of sharding that the implementation of FSDP does not have."""
+    if keys['zero_stage'] == 1 and keys['fsdp_impl'] == 'torch':
+        raise ValueError('zero_stage=1: expected 3, 2 or, with --fsdp_impl=manual, 1')
+    on_cuda = keys['device'].startswith('cuda')
+    if on_cuda and keys['cpu_offload'] == 'params' and keys['dtype'] == 'float16':
+        raise ValueError(
+            'cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32'
+        )
