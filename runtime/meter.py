@@ -45,8 +45,8 @@ class HostEvent:
         pass
 
 
-# A step, or a part that is added to the one before it, whose events the device may not have reached yet. kind: 'ordinary'
-# or 'profiled', or 'part'. marks: [(phase, event)] in order
+# A step, or a part that is added to the one before it, whose events the device may not have reached yet. marks: [(phase,
+# event)] in order. kind: one of KINDS
 Step = namedtuple('Step', 'begin marks end kind')
 KINDS = ('ordinary', 'profiled', 'part')
 
