@@ -415,7 +415,8 @@ def line_of_padding(run, longest):
         f'{rows / packed:.1f} times the work of packed ones'
     )
     if 0 < longest - 1 < block_size:
-        line += f', and {rows * (longest - 1) / (packed * block_size):.1f} times with --block_size={longest - 1}, the longest'
+        times = rows * (longest - 1) / (packed * block_size)
+        line += f', and {times:.1f} times with --block_size={longest - 1}, the longest'
     return line
 
 

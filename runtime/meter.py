@@ -45,8 +45,8 @@ class HostEvent:
         pass
 
 
-# A step, or a part that is added to the one before it, whose events the device may not have reached yet. marks: [(phase,
-# event)] in order. kind: one of KINDS
+# A step, or a part that is added to the one before it, whose events the device may not have reached yet. kind: one of
+# KINDS. marks: [(phase, event)] in order
 Step = namedtuple('Step', 'begin marks end kind')
 KINDS = ('ordinary', 'profiled', 'part')
 
