@@ -310,6 +310,10 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stage
     read, windows = mixture.locate(np.arange(16 * BATCH), 1337)
     for row in rows:
         assert row['tokens'] == row['step'] * BATCH * 32
+        ranks = 2 if row['step'] <= 5 else 4 if row['step'] <= 11 else 1
+        speed = BATCH * 32 / row['time/total'] * 1000
+        assert row['tokens_per_sec'] == pytest.approx(speed, rel=1e-3)
+        assert row['tokens_per_sec_per_rank'] == pytest.approx(speed / ranks, rel=1e-3)
         for number, (name, source) in enumerate(zip(mixture.names, mixture.sources, strict=True)):
             passes = (read[: row['step'] * BATCH] == number).sum() / source.n_windows
             assert row.get(f'epochs/{name}', 0) == pytest.approx(passes), (row['step'], name)

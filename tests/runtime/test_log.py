@@ -74,12 +74,15 @@ def test_each_logged_step_is_a_row_and_a_line(tmp_path, capsys):
     assert not any('batch_size=' in line for line in lines) and 'batch_size=' in (tmp_path / 'train.log').read_text()
 
 
-def test_one_slow_interval_moves_the_eta_by_a_fifth_of_its_excess(tmp_path, capsys):
-    log = Log(tmp_path, 0, 0, 100, CONFIG, set())
+@pytest.mark.parametrize('start_step', [0, 40])
+def test_one_slow_interval_moves_the_eta_by_a_fifth_of_its_excess(tmp_path, capsys, start_step):
+    log = Log(tmp_path, 0, start_step, 100 + start_step, CONFIG, set())  # a run that goes on compiles anew
     for step, step_ms in ((10, 9000.0), (20, 1000.0), (30, 6000.0)):
-        log.row(step, {'loss': 2.5, 'time/total': step_ms})
+        log.row(start_step + step, {'loss': 2.5, 'time/total': step_ms})
+        log.row(start_step + step + 5, {'val_loss': 3.0})
     log.close()
-    assert capsys.readouterr().out.endswith(' | eta 0:02:20\n')  # 70 steps of 1000 + 5000 / 5 ms
+    etas = re.findall(r'loss 2.5000(?: \| eta (.*))?\n', capsys.readouterr().out)
+    assert etas == ['', '0:01:20', '0:02:20']  # 80 steps of 1000 ms; 70 of 1000 + 5000 / 5 ms
 
 
 def test_the_eta_of_a_pool_knows_that_its_jobs_are_fewer_or_more(tmp_path, capsys):
