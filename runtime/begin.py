@@ -407,14 +407,16 @@ def line_of_padding(run, longest):
     sources, block_size = run.train_data.sources, run.config.block_size
     rows = sum(source.n_windows for source in sources)
     tokens = sum((1 - source.padding) * source.n_windows for source in sources) * block_size
+    packed = sum(source.count_packed() for source in sources)  # two conversations of 0.6 block_size share no row
     reason = f' ({run.pretrained.arch} would let them see each other)' if 'packing' not in run.explicit else ''
     line = (
         f'packing=False: one conversation or document a sequence{reason}, {rows:,} sequences, of which '
         f'{1 - tokens / (rows * block_size):.0%} is padding without loss: '
-        f'{rows * block_size / tokens:.1f} times the work of packed ones'
+        f'{rows / packed:.1f} times the work of packed ones'
     )
     if 0 < longest - 1 < block_size:
-        line += f', and {rows * (longest - 1) / tokens:.1f} times with --block_size={longest - 1}, the longest'
+        times = rows * (longest - 1) / (packed * block_size)
+        line += f', and {times:.1f} times with --block_size={longest - 1}, the longest'
     return line
 
 

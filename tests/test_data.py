@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ import data
 from dataset import shards
 from dataset import windows as on_disk
 from dataset.shuffle import sample_windows
+from runtime.begin import line_of_padding
 from text import tokenizer as tokenizers
 
 VOCAB_SIZE = 1000
@@ -905,6 +907,23 @@ def test_without_packing_each_conversation_has_a_window_of_its_own_and_an_epoch_
     assert not any(padding.any() or (ignored >= 0).any() for (_, padding), (_, ignored) in cut)
     learned = sum(int((y >= 0).sum()) for _, y in orders[0])
     assert mixture.count_targets(1, 0, 22) == learned == sum(int(learned[1:].sum()) for _, learned in chats)
+
+
+@pytest.mark.parametrize('lengths', [LENGTHS, [40] * 10 + [26, 21]])
+def test_what_a_window_for_each_conversation_costs_is_said_beside_what_packing_would(tmp_path, lengths):
+    """Of 39 positions each, no two conversations share a window of 64."""
+    make_chats(tmp_path / 'chats', chats_of(lengths))
+    packed, alone = (data.open_dataset(tmp_path, 'chats', 'train', 64, packing=packing) for packing in (True, False))
+    explicit = SimpleNamespace(train_data=only(alone), config=SimpleNamespace(block_size=64), explicit={'packing': ''})
+    line, rows = line_of_padding(explicit, longest=alone.longest), len(lengths)
+    x, y, _ = alone.read(range(rows))
+    empty = [64 - min(n - 1, 64) for n in lengths]
+    assert sorted(64 - np.argmax(ys[::-1] >= 0) for ys in y) == sorted(64 - n for n in empty)  # the last is learned
+    assert f'{rows:,} sequences, of which {sum(empty) / (64 * rows):.0%} is padding' in line
+    assert f': {rows / packed.n_windows:.1f} times the work of packed ones' in line
+    if alone.longest <= 64:
+        at_longest = rows * (alone.longest - 1) / (packed.n_windows * 64)
+        assert f', and {at_longest:.1f} times with --block_size={alone.longest - 1}, the longest' in line
 
 
 def test_the_fingerprint_of_chats_changes_with_a_mask(tmp_path):
