@@ -202,8 +202,8 @@ def open_model_and_data(run):
     if config.init_from != 'scratch' and not run.start_from:
         if run.strategy == 'pipeline' and not config.native:
             raise ValueError(
-                f"init_from={config.init_from}: transformers' class is not cut into stages: use --native=True, "
-                'and model.py computes it, or train_fsdp.py'
+                f"init_from={config.init_from}: transformers' class is not cut into stages: use train_fsdp.py, "
+                f'or --native=True for what model.py computes ({", ".join(native.SAME_AS)})'
             )
         if config.native:
             native.refuse_other_families(config.init_from)
