@@ -251,6 +251,8 @@ def write_fine_tuned(folder):
     shutil.copytree(pretrained.folder, folder, dirs_exist_ok=True, **options)
     if state['config'].get('chats'):
         stop_after_answers(folder)
+    if state['config'].get('fold_system'):
+        print("it has learned system messages as the beginning of the user's (--fold_system): ask it in that form")
 
 
 def stop_after_answers(folder):

@@ -244,6 +244,7 @@ def open_model_and_data(run):
         folders = [source.name for source in run.train_data.sources + run.val_data.sources]
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
+        config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
 
 
 def refuse_larger_vocabulary(config, pretrained):
