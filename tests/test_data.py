@@ -229,6 +229,23 @@ def test_larger_integers_without_a_header_are_not_read_as_uint16(tmp_path, dtype
     assert np.array_equal(whole(data.open_dataset(tmp_path, 'set', 'train', 1)), tokens)
 
 
+@pytest.mark.parametrize('vocab_size', [65, 50257])
+@pytest.mark.parametrize('written', ['uint16', 'uint32', 'int64', 'float16', 'float32', 'float64'])
+def test_a_meta_json_that_the_values_contradict_is_refused(tmp_path, written, vocab_size):
+    path = tmp_path / 'train.bin'
+    tokens = tokens_of(5000, vocab_size=min(vocab_size, 2048) if written == 'float16' else vocab_size)  # exact to 2048
+    tokens.astype(written).tofile(path)
+    for said in (None, 'uint16', 'uint32', 'int64'):
+        if said == written or (said is None and written == 'uint16'):
+            assert np.array_equal(shards.read_shard(path, said), tokens)
+            continue
+        kind = 'floating-point numbers, and no' if written.startswith('f') else f'these are {written}, not'
+        with pytest.raises(ValueError, match=f'train.bin: .*{kind} {said or "uint16"}[:;]'):
+            shards.read_shard(path, said)
+    with pytest.raises(ValueError, match='"dtype": "float32" in its meta.json: token ids are integers'):
+        shards.read_shard(path, 'float32')
+
+
 @pytest.mark.parametrize(
     'text', ['version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n', '<html>\r\n' * 99]
 )
