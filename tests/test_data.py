@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from launch import REPO, environment
 from prepared import eval_batches, only
@@ -323,6 +325,21 @@ def test_bits_per_byte_are_of_the_text_that_is_evaluated(tmp_path, windows, sequ
         per_token = sum(weight * len(part) / n for weight, part, n in zip(weights, text, targets, strict=True))
         row = mixture.losses(nats, sequences)
         assert row['val_bpb'] == pytest.approx(3.5 / math.log(2) / per_token, rel=1e-12)
+
+
+def test_a_tokenizer_that_is_not_here_costs_the_bits_per_byte_and_no_wait(tmp_path, monkeypatch, capsys):
+    make_dataset(tmp_path / 'set')
+    meta = json.loads((tmp_path / 'set' / 'meta.json').read_text())
+    (tmp_path / 'set' / 'meta.json').write_text(json.dumps({**meta, 'tokenizer': {'name': 'gpt2'}}))
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'empty'))
+    monkeypatch.delitem(tiktoken.registry.ENCODINGS, 'gpt2', raising=False)
+    asked = []
+    monkeypatch.setattr(socket, 'getaddrinfo', lambda *where, **how: asked.append(where))  # the network's first step
+    mixture = only(data.open_dataset(tmp_path, 'set', 'val', 32))
+    rows = [mixture.losses([(20.0, 10)], 1) for _ in range(2)]
+    assert not asked and rows == [{'val_loss': 2.0, 'val_ppl': pytest.approx(math.e**2)}] * 2
+    line = f'no bits per byte: tokenizer=gpt2: its files are not in {tmp_path}/empty; where there is a network, run '
+    assert capsys.readouterr().out.count(line) == 1
 
 
 @pytest.mark.parametrize('with_meta', [True, False])
