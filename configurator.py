@@ -88,6 +88,9 @@ def configure(Config, pass_on=None):
             print(help_text(knobs, values, module.__doc__), flush=True)
         except BrokenPipeError:  # `| head` has seen enough
             os._exit(0)  # sys.exit() would try to write the rest, and complain
+        except OSError as error:
+            print(f'error: stdout: {error}', file=sys.stderr, flush=True)
+            os._exit(1)
         sys.exit(0)
     if '--version' in sys.argv[1:]:
         print(f'{script.name} {VERSION}')
