@@ -923,10 +923,7 @@ def for_inference(pretrained, weights):
         model = pretrained.empty_model()
     if pretrained.lora_rank:
         weights = {**base_weights(model, pretrained, weights), **weights}
-    missing, unexpected = model.load_state_dict(lora.merge_lora(model, weights, pretrained), strict=False, assign=True)
-    assert not unexpected, f'{unexpected[:3]} of the checkpoint are not in {type(model).__name__}'
-    model.tie_weights()
-    assert not any(parameter.is_meta for parameter in model.parameters()), f'the checkpoint lacks {missing[:3]}'
+    put_in(model, lora.merge_lora(model, weights, pretrained), model.tie_weights)
     fill_buffers(model, 'cpu')
     return model.eval()
 
@@ -943,12 +940,22 @@ def for_generation(pretrained, weights, compute_dtype, device):
     elif pretrained.lora_rank:
         weights = lora.merge_lora(model, {**base_weights(model, pretrained, weights), **weights}, pretrained)
     weights = {name: tensor for name, tensor in weights.items() if not is_load(name)}
-    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    assert not unexpected, f'{unexpected[:3]} of the weights are not in {type(model).__name__}'
-    model.tie()
-    assert not any(parameter.is_meta for parameter in model.parameters()), f'the weights lack {missing[:3]}'
+    put_in(model, weights, model.tie)
     fill_buffers(model, device)
     return model.eval()
+
+
+def put_in(model, weights, tie):
+    """Give a model on meta its weights, {name: tensor}. tie: function that makes those that are one tensor share it.
+    Raises ValueError if some are missing, or belong to no parameter."""
+    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    tie()
+    lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if lacking or unexpected:
+        problem = f'lack {lacking[0]}' if lacking else f'have {unexpected[0]}, which it has not'
+        raise ValueError(
+            f'the weights for {type(model).__name__} {problem}: they belong to another model; copy them anew'
+        )
 
 
 def cast_weights(model, compute_dtype, device):

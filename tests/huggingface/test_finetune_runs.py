@@ -23,7 +23,7 @@ from launch import REPO, SHARED, TINY_RUN, environment, run_function, run_ranks,
 from outputs import column
 from precision import apart, assert_same_run
 from prepared import only
-from pretrained import POSITIONS, VOCABULARY, save_model
+from pretrained import POSITIONS, VOCABULARY, save_model, sharded
 from short import slow_but
 
 import data
@@ -77,22 +77,10 @@ class Growth:
 
 def build(folder, implementation):
     """(Pretrained, raw model, model to call), sharded over all ranks and on the device 'meta'."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    import fsdp_manual
-
     pretrained = finetune.Pretrained(folder)
     with torch.device('meta'):
-        raw = model = finetune.for_training(pretrained)
-    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
-    if implementation == 'manual':
-        model = fsdp_manual.shard(raw, raw.blocks, mesh)
-    else:
-        for block in raw.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(raw, mesh=mesh, reshard_after_forward=False)
-    return pretrained, raw, model
+        raw = finetune.for_training(pretrained)
+    return pretrained, raw, sharded(raw, implementation)
 
 
 def measure_load(folder, implementation):
