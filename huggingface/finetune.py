@@ -759,9 +759,13 @@ def fill_buffers(model, device):
             elif buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
         if unset:
-            # The rule would also initialise the module's parameters, so it gets others on meta in their place.
+            # The rule would also initialise the module's parameters, so it gets others on meta in their place. They are
+            # whole, for of shards (DTensors) torch draws numbers that all ranks agree on, and warns of that on a CPU.
             parameters = module._parameters
-            module._parameters = {name: p if p is None else p.detach().to('meta') for name, p in parameters.items()}
+            whole = functools.partial(torch.empty, device='meta')
+            module._parameters = {
+                name: p if p is None else whole(p.shape, dtype=p.dtype) for name, p in parameters.items()
+            }
             model._init_weights(module)
             module._parameters = parameters
         for name in unset:
