@@ -252,7 +252,7 @@ def write_fine_tuned(folder):
     if state['config'].get('chats'):
         stop_after_answers(folder)
     if state['config'].get('fold_system'):
-        print("it has learned system messages as the beginning of the user's (--fold_system): ask it in that form")
+        print("it has learned system messages as the beginning of the user's: ask it in that form")
 
 
 def stop_after_answers(folder):
