@@ -837,7 +837,7 @@ def test_a_base_model_without_a_chat_template_is_exported_and_asked_with_that_of
     assert f'{model} has no chat template, ' in said and 'this run keeps that of the data' in said
     export = tmp_path / 'export'
     said = run_script('export_model.py', f'--out_dir={tmp_path / "out"}', f'--to={export}').stdout
-    assert 'generate() also stops at <|im_end|>' in said and '(--fold_system): ask it in that form' in said
+    assert 'generate() also stops at <|im_end|>' in said and "the user's: ask it in that form" in said
     assert transformers.AutoTokenizer.from_pretrained(export).chat_template == template
     assert transformers.GenerationConfig.from_pretrained(export).eos_token_id == [256, 258]
     arguments = ['--prompt=What is 3?', '--system=Be kind.', '--temperature=0', '--max_new_tokens=4', '--show_ids']
