@@ -221,12 +221,13 @@ def check_expert_parallel(config, model_config, world_size):
     ranks, given = config.expert_parallel, f'expert_parallel={config.expert_parallel}'
     n_experts = getattr(model_config, 'n_experts', 0)
     if not n_experts and not isinstance(model_config, ModelConfig):
+        way = 'use --native=True, or ' if model_config.arch == 'qwen3_moe' else ''
         raise ValueError(
             f'{given} with init_from={config.init_from}: of mixtures model.py computes Qwen3-MoE in this way: '
-            'use --native=True, or leave it at 1, FSDP shards all experts'
+            f'{way}leave it at 1, FSDP shards all weights'
         )
     if not n_experts:
-        raise ValueError(f'{given} with n_experts=0: there are none to divide: leave it at 1, or set n_experts')
+        raise ValueError(f'{given} with n_experts=0: there are none to divide: leave it at 1, or take a mixture')
     if hasattr(config, 'num_replicas'):
         axes, of = diloco_axes(vars(config), world_size), f'ranks of a replica (num_replicas={config.num_replicas})'
     else:

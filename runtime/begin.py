@@ -202,8 +202,8 @@ def open_model_and_data(run):
     if config.init_from != 'scratch' and not run.start_from:
         if run.strategy == 'pipeline' and not config.native:
             raise ValueError(
-                f"init_from={config.init_from}: transformers' class is not cut into stages: use --native=True, "
-                'and model.py computes it, or train_fsdp.py'
+                f"init_from={config.init_from}: transformers' class is not cut into stages: use train_fsdp.py, "
+                f'or --native=True for what model.py computes ({", ".join(native.SAME_AS)})'
             )
         if config.native:
             native.refuse_other_families(config.init_from)
@@ -244,6 +244,7 @@ def open_model_and_data(run):
         folders = [source.name for source in run.train_data.sources + run.val_data.sources]
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
+        config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
 
 
 def refuse_larger_vocabulary(config, pretrained):
