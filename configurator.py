@@ -39,7 +39,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from keys import OTHER_TRAINERS, READ_IF, REFUSED
+from keys import FOLLOWS_FROM, OTHER_TRAINERS, READ_IF, REFUSED
 
 VERSION = '0.9.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
@@ -88,6 +88,9 @@ def configure(Config, pass_on=None):
             print(help_text(knobs, values, module.__doc__), flush=True)
         except BrokenPipeError:  # `| head` has seen enough
             os._exit(0)  # sys.exit() would try to write the rest, and complain
+        except OSError as error:
+            print(f'error: stdout: {error}', file=sys.stderr, flush=True)
+            os._exit(1)
         sys.exit(0)
     if '--version' in sys.argv[1:]:
         print(f'{script.name} {VERSION}')
@@ -387,13 +390,19 @@ def run_config_file(path, values):
 
 
 class Facts:
-    """Values by their names, as attributes; None for a name that is not there."""
+    """A run as the conditions of READ_IF see it: values by their names, None for one that is not there. `looked_at` are
+    the names that a condition has read, which are why it holds or does not."""
 
-    def __init__(self, values):
-        vars(self).update(values)
+    def __init__(self, values, explicit):
+        self._values, self._explicit, self.looked_at = values, explicit, set()
 
     def __getattr__(self, name):
-        return None
+        self.looked_at.add(name)
+        return self._values.get(name)
+
+    def is_given(self, key):
+        self.looked_at.add(key)
+        return key in self._explicit
 
 
 def without_effect(script, config, explicit, **facts):
@@ -402,24 +411,35 @@ def without_effect(script, config, explicit, **facts):
 
     script: the name of the file that runs. config, explicit: from configure(), filled in. facts: as READ_IF has them.
     A key of a config file counts if the file names the script, as in a command in its comments; the file may have been
-    written for another one. A value that is off, and is so by default, asks for nothing. In a file no default does.
+    written for another one. It does not count if a key of the command line or the machine makes it vain, of which the
+    file could not know. A value that is off, and is so by default, asks for nothing. In a file no default does.
     Raises ValueError for a key of REFUSED.
     """
-    run, lines = Facts({**vars(config), **facts, 'explicit': explicit}), []
+    lines = []
     for keys, (needs, is_read) in READ_IF.get(script, READ_IF['train']).items():
         for key in keys.split():
-            value = getattr(config, key, None)
+            run, value, where = (
+                Facts({**vars(config), **facts}, explicit),
+                getattr(config, key, None),
+                explicit.get(key),
+            )
             is_default = value == getattr(type(config), key, None)
-            asks = key in explicit and (value or not is_default)
-            if not asks or is_read(run):
+            if where is None or (is_default and not value) or is_read(run):
+                continue
+            if where != 'command line' and any(not _is_of_files(name, explicit) for name in run.looked_at):
                 continue
             line = f'{key}={shown(value)} has no effect here, only {needs}'
             if key in REFUSED:
                 raise ValueError(f'{line}; or leave it out')
-            where = explicit[key]
             if where == 'command line' or (not is_default and script in Path(where).read_text(encoding='utf-8')):
                 lines.append(f'WARNING: {line}')
     return lines
+
+
+def _is_of_files(name, explicit):
+    """Whether config files, or nobody, decided the value of this name in READ_IF."""
+    keys = FOLLOWS_FROM.get(name, name).split()
+    return bool(keys) and all(explicit.get(key) != 'command line' for key in keys)
 
 
 def say_without_effect(script, config, explicit, **facts):

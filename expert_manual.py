@@ -58,12 +58,13 @@ def check(keys, layout, shape):
     """Raise ValueError for a model whose experts cannot be divided among ranks, or a run that needs whole ones."""
     given, n_experts = f'expert_parallel={layout.expert}', getattr(shape, 'n_experts', 0)
     if not n_experts and not isinstance(shape, ModelConfig):
+        way = 'use --native=True, or ' if shape.arch == 'qwen3_moe' else ''
         raise ValueError(
             f'{given} with init_from={keys["init_from"]}: of mixtures model.py computes Qwen3-MoE in this way: '
-            'use --native=True, or leave it at 1, FSDP shards all experts'
+            f'{way}leave it at 1, FSDP shards all weights'
         )
     if not n_experts:
-        raise ValueError(f'{given} with n_experts=0: there are none to divide: leave it at 1, or set n_experts')
+        raise ValueError(f'{given} with n_experts=0: there are none to divide: leave it at 1, or take a mixture')
     of = 'ranks that shard the model'
     if layout.is_diloco:
         of = f'ranks of a replica (num_replicas={layout.replica})'

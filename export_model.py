@@ -199,7 +199,7 @@ else:
 def find_tokenizer(dataset_folder):
     """The run's tokenizer; if there is none to export, print why and return None."""
     try:
-        ours = tokenizer_of(dataset_folder)
+        ours = tokenizer_of(dataset_folder, fetch=True)
         if ours.vocab_size > model_config.vocab_size:
             raise ValueError(f'{ours.name} in {dataset_folder} has {ours.vocab_size} tokens, more than the model')
         return ours
@@ -252,6 +252,8 @@ def write_fine_tuned(folder):
     shutil.copytree(pretrained.folder, folder, dirs_exist_ok=True, **options)
     if state['config'].get('chats'):
         stop_after_answers(folder)
+    if state['config'].get('fold_system'):
+        print("it has learned system messages as the beginning of the user's: ask it in that form")
 
 
 def stop_after_answers(folder):

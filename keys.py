@@ -243,14 +243,31 @@ OTHER_TRAINERS = {
 # vain, without_effect() of configurator.py makes a line of it. A key that is not listed is always read, or its subject
 # refuses it.
 #
-# `run` has the run's final keys as attributes, and facts that are not keys:
-#     explicit      the keys that were set
+# `run` has the run's final keys as attributes, run.is_given(key) says whether a key was set, and there are facts that
+# are not keys:
 #     transformers  a class of transformers computes the model (init_from without native)
 #     has_dropout   that class has some
 #     has_routers   that class is a mixture whose routers can be balanced
 #     is_chat       the dataset holds conversations
+#     is_hub        the dataset is one of the hub's
+#     is_run        the model is that of a run
 #     ends_at_s     when the Slurm job ends, inf outside of one
 # A key or fact that a script lacks is None. A key whose wish is fulfilled anyway has no line: zero_stage on one rank.
+#
+# A key of a config file is made vain by the file itself, or by what the file could not know: a key of the command line,
+# or the machine. Only of the first one it makes a line. FOLLOWS_FROM = {fact: the keys from which it follows}; '' = the
+# machine decides it.
+MODEL, RUN = 'init_from native', 'model out_dir'
+FOLLOWS_FROM = {
+    'transformers': f'{MODEL} {RUN}',
+    'has_dropout': MODEL,
+    'has_routers': MODEL,
+    'is_chat': 'dataset',
+    'is_hub': 'dataset',
+    'is_run': RUN,
+    'ends_at_s': '',
+    'device': '',
+}
 REFUSED = ('lora_dropout', 'lora_rslora', 'modules_to_save')  # an error: without LoRA all weights would be trained
 DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
 CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
@@ -261,7 +278,7 @@ READ_IF = {
         'checkpoint_interval permanent_interval save_errors async_checkpoint': CHECKPOINTS,
         'wandb_project wandb_group wandb_run_name': (  # a file may hold the names for when it is turned on
             'with --wandb_log=True',
-            lambda run: run.wandb_log or 'wandb_log' in run.explicit,
+            lambda run: run.wandb_log or run.is_given('wandb_log'),
         ),
         'windows': (
             'on text: conversations are always kept whole',
@@ -276,13 +293,13 @@ READ_IF = {
             lambda run: run.transformers or run.native,
         ),
         'lr_rule': (
-            'with --heads, whose rule is not asked if a learning_rate is given',
-            lambda run: run.heads and 'learning_rate' not in run.explicit,
+            'from scratch with --heads, whose rule is not asked if a learning_rate is given',
+            lambda run: run.heads and not run.is_given('learning_rate'),
         ),
-        'experts_per_token expert_hidden_dim router_bias': ('with --n_experts', lambda run: run.n_experts),
+        'experts_per_token expert_hidden_dim router_bias': ('from scratch with --n_experts', lambda run: run.n_experts),
         'router_aux router_z': (
-            'in a mixture: with --n_experts, or an init_from for which transformers has a balancing loss (not with '
-            'DeepSpeed)',
+            'in a mixture: from scratch with --n_experts, or an init_from for which transformers has a balancing loss '
+            '(not with DeepSpeed)',
             lambda run: run.n_experts or run.has_routers,
         ),
         'dropout': (
@@ -290,12 +307,12 @@ READ_IF = {
             lambda run: not run.transformers or run.has_dropout,
         ),
         'lora_alpha lora_targets lora_dropout lora_rslora modules_to_save': (
-            'with LoRA: give a --lora_rank, as 16',
+            'with LoRA: give a --lora_rank, as 16, with a Hugging Face folder as --init_from',
             lambda run: run.lora_rank,
         ),
         'omega': (
             'in the weight decay of heads and of the DANA family, if no weight_decay is given',
-            lambda run: 'weight_decay' not in run.explicit and (run.heads or run.optimizer in DANA),
+            lambda run: not run.is_given('weight_decay') and (run.heads or run.optimizer in DANA),
         ),
         'kappa delta': (f'with --optimizer={", ".join(DANA)}', lambda run: run.optimizer in DANA),
         'beta1 beta2': (

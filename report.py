@@ -48,7 +48,11 @@ def without_home(text):
 
 
 def say(text=''):
-    print(without_home(text), flush=True)
+    try:
+        print(without_home(text), flush=True)
+    except OSError as error:  # not system.errors, which imports torch
+        print(f'error: stdout: {error}', file=sys.stderr, flush=True)
+        os._exit(1)  # sys.exit() would write once more, and complain
 
 
 def output_of(*command):

@@ -37,7 +37,9 @@ class Config:
     prompt = ''  # the text to continue; 'FILE:path' reads it from a file; '' = the start of a document
     prompts: str | None = None  # .jsonl with {"prompt", "system"} or {"messages", "tools"} a line; adds "answer" [path]
     chat: bool | None = None  # the prompt is a message to answer; None = if the run has learned conversations
-    system: str | None = None  # system message; part of the user's message if the template refuses one
+    system: str | None = (
+        None  # system message; part of the user's message if the template refuses one, or it was in the data
+    )
     chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     # sampling
     num_samples: int | None = None  # texts per prompt, drawn independently; None = 3, or 1 with chat or prompts [>= 1]
@@ -117,7 +119,8 @@ else:
     text_tokenizer = load_transformers_tokenizer(folder, config.trust_remote_code)
     text_config = pretrained and pretrained.config.get_text_config()
     named_ends = getattr(text_config, 'eos_token_id', None)
-    language = prompts.TransformersLanguage(text_tokenizer, folder, named_ends, config.chat_template_kwargs)
+    options = {'chat_template_kwargs': config.chat_template_kwargs, 'fold_system': run.get('fold_system', False)}
+    language = prompts.TransformersLanguage(text_tokenizer, folder, named_ends, **options)
 vocab_size = pretrained.vocab_size if pretrained else model_config.vocab_size
 say_without_effect('sample.py', config, explicit, transformers=bool(pretrained or config.model))
 positions = pretrained and pretrained.positions or math.inf  # a GPT of model.py never runs out: it drops the older half

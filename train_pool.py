@@ -263,8 +263,7 @@ while not watch.must_stop:
     # Evaluate and save only when a round ends, because `step` is an estimate in between; rows of the log go by `at`.
     due = watch.due(step, since=looked_at) if round_ends else NOTHING_DUE
     if at == 1 or due.last or (config.log_interval and at % config.log_interval == 0):
-        row |= watch.measured({'lr': lr, 'grad_norm': grad_norm})
-        watch.log.pace = replica.ledger.pace
+        row |= watch.measured({'lr': lr, 'grad_norm': grad_norm, 'pool/pace': replica.ledger.pace})
         if not round_ends:
             journal.show(step, row)
     if due.evaluate or due.score:

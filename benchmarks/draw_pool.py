@@ -20,7 +20,8 @@ def read_journal(out_dirs):
     """The rounds of the longest rounds.jsonl."""
     journals = [Path(out_dir, 'rounds.jsonl') for out_dir in out_dirs]
     journals = [path.read_text().splitlines() for path in journals if path.exists()]
-    assert journals, f'no rounds.jsonl in {", ".join(map(str, out_dirs))}'
+    if not journals:
+        raise SystemExit(f'no rounds.jsonl in {", ".join(map(str, out_dirs))}')
     return [json.loads(line) for line in max(journals, key=len)]
 
 

@@ -41,7 +41,8 @@ def loss_curves(rows):
     curves = {key: {'tokens': [], 'seconds': [], 'loss': []} for key in ('loss', 'val_loss')}
     seconds, last_step, step_ms = 0.0, 0, 0.0
     for row in rows:
-        step_ms = row.get('time/total', step_ms)  # an evaluation between two logged steps has no step time
+        if 'time/total' in row:  # an evaluation between two logged steps has none
+            step_ms = row['time/total'] / row.get('pool/pace', 1)  # of a step of the run, which all jobs share
         seconds += (row['step'] - last_step) * step_ms / 1000
         last_step = row['step']
         for key, curve in curves.items():

@@ -60,9 +60,9 @@ def _header(dtype, n_tokens):
 def read_shard(path, headerless_dtype=None):
     """Map the tokens of a shard or .npy file: a read-only np.memmap of shape (number of tokens,).
 
-    headerless_dtype: of the tokens in a train.bin or val.bin without a header; None = uint16, unless the values say
-    otherwise. Raises ValueError that names the file for an unknown magic, for content that is no uint16, or if its size
-    is not what the header says, since reading beyond the end of a mapped file would kill the process with SIGBUS.
+    headerless_dtype: of the tokens in a train.bin or val.bin without a header; None = uint16. Raises ValueError that
+    names the file for an unknown magic, for content that shows another type, or if its size is not what the header
+    says, since reading beyond the end of a mapped file would kill the process with SIGBUS.
     """
     if str(path).endswith('.npy'):
         return _read_npy(path)
@@ -82,13 +82,15 @@ def read_shard(path, headerless_dtype=None):
         known = ' or '.join(f'{magic}, {version} ({dtype.name})' for dtype, (magic, version) in FORMATS.items())
         mend = f'copy or prepare it again (without a header only {" and ".join(HEADERLESS_NAMES)} are read)'
         raise ValueError(f'{path}: its magic and version are {magic}, {version}, those of a shard {known}: {mend}')
-    dtype = np.dtype(headerless_dtype or 'uint16').newbyteorder('<')
+    is_said, dtype = headerless_dtype is not None, np.dtype(headerless_dtype or 'uint16').newbyteorder('<')
+    if dtype.kind not in 'iu':
+        raise ValueError(
+            f'{path}: "dtype": "{dtype.name}" in its meta.json: token ids are integers, as uint16 or uint32'
+        )
     if size == 0 or size % dtype.itemsize:
         raise ValueError(f'{path}: its size, {size:,} bytes, is no whole number of {dtype.name} tokens; copy it again')
-    tokens = np.memmap(path, dtype=dtype, mode='r')
-    if headerless_dtype is None:
-        _refuse_other_content(path, tokens[:LOOKED_AT])
-    return tokens
+    _refuse_other_content(path, dtype, is_said)
+    return np.memmap(path, dtype=dtype, mode='r')
 
 
 def _dtype_of_index(path, size):
@@ -115,21 +117,34 @@ def _dtype_of_index(path, size):
     return dtype
 
 
-def _refuse_other_content(path, tokens):
-    """Raise ValueError if the beginning of a file, read as uint16, can be no tokens of that type."""
-    start = tokens[:256].tobytes()
+def _refuse_other_content(path, dtype, is_said):
+    """Raise ValueError if the beginning of a file without a header can be no tokens of this type. is_said: whether
+    meta.json says the type, or it is a guess."""
+    if dtype.itemsize == 1:
+        return
+    words = np.fromfile(path, dtype='<u2', count=LOOKED_AT)  # 16 bits each, whatever the file holds
+    start = words[:256].tobytes()
     if start.isascii() and start.decode('ascii').translate({9: 32, 10: 32, 13: 32}).isprintable():
         what = 'is text, and no token ids: a pointer of Git LFS (`git lfs pull` fetches the file), or an error page'
         raise ValueError(f'{path}: {what}; text itself becomes tokens by `python prepare_data.py --dataset=FILE`')
+    # Floating-point numbers of 2 to 8 bytes end with their exponent: no id, written so, is between 0 and 1, or above
+    # 2^20. Of token ids many are below 15,360, and few others between that and 27,648.
+    ends = words[3::4]
+    if len(ends) >= 64 and ends.any() and np.all((ends == 0) | ((0x3C00 <= ends) & (ends < 0x6C00))):
+        raise ValueError(f"{path}: floating-point numbers, and no {dtype.name}: write the ids with .astype('uint16')")
     # The upper halves of larger integers are zero, or for a vocabulary of up to a million below 16.
-    low, high = tokens[::2], tokens[1::2]
+    low, high = words[::2], words[1::2]
+    shown = None
     if len(high) and high.max() < 16 <= low.max():
-        folder = Path(path).parent
-        dtype = 'uint32' if low[1::2].any() else 'int64'
-        said = json.dumps({'dtype': dtype, 'vocab_size': 'N'}).replace('"N"', 'N')
-        mend = f"`echo '{said}' > {folder}/meta.json` says so, with the N of their tokenizer"
-        found = f'every second value is below 16: these are {dtype}, not uint16'
-        raise ValueError(f'{path}: read as uint16, {found}; {mend}')
+        shown, found = 'uint32' if low[1::2].any() else 'int64', 'every second value is below 16'
+    elif len(high) and high.max() >= 16 and dtype.itemsize > 2:
+        shown, found = 'uint16', 'the ids would be larger than any vocabulary'
+    if shown and np.dtype(shown).itemsize != dtype.itemsize:
+        place = Path(path).parent / 'meta.json'
+        said = json.dumps({'dtype': shown, 'vocab_size': 'N'}).replace('"N"', 'N')
+        mend = f"`echo '{said}' > {place}` says so, with the N of their tokenizer"
+        mend = f'write "dtype": "{shown}" into {place}' if is_said else mend
+        raise ValueError(f'{path}: read as {dtype.name}, {found}: these are {shown}, not {dtype.name}; {mend}')
 
 
 def _read_npy(path):

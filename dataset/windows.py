@@ -178,6 +178,10 @@ class PackedDataset(TokenDataset):
         self.n_starts = int(np.diff(self._borders).max()) + 1
         self.padding = 1 - (lengths - 1).sum() / (self.n_windows * self.block_size)
 
+    def count_packed(self):
+        """How many windows would hold these pieces with packing."""
+        return int(pack(self._lengths - 1, self.block_size)[1].max()) + 1
+
     def read(self, windows):
         """Inputs and targets (len(windows), block_size) and starts (len(windows), n_starts), all int64; see
         data.batches()."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from huggingface.finetune import transformers_offline
 from system.errors import one_line
-from text.chat_rows import BESIDE_MESSAGES, INSTRUCTIONS, question_of
+from text.chat_rows import BESIDE_MESSAGES, INSTRUCTIONS, LISTS, question_of
 from text.conversations import ChatTemplate, fold_system_messages
 
 UNFINISHED = '\ufffd'  # what a tokenizer writes for bytes that are not yet a whole character
@@ -46,7 +46,7 @@ def read_rows(path):
 
 def is_text(row):
     """Whether a row is a text to continue, which no chat template has to write."""
-    return isinstance(row.get('prompt'), str) and not any(row.get(name) for name in BESIDE_MESSAGES)
+    return isinstance(row.get('prompt'), str) and not any(row.get(name) for name in (*LISTS, *BESIDE_MESSAGES))
 
 
 def conversation_to_answer(row, system, name):
@@ -113,9 +113,10 @@ def ends_of_texts(tokenizer, folder, named_ends=None):
 class TransformersLanguage:
     """For models of transformers. folder: where the tokenizer is. named_ends: what the model's configuration names as
     the end of a text: an id, a list of ids or None. chat_template_kwargs: variables for the template, unless a
-    conversation has its own."""
+    conversation has its own. fold_system: the model has learned system messages as part of the user's."""
 
-    def __init__(self, tokenizer, folder, named_ends=None, chat_template_kwargs=None):
+    def __init__(self, tokenizer, folder, named_ends=None, chat_template_kwargs=None, fold_system=False):
+        self.fold_system = fold_system
         self.tokenizer, self.folder, self.has_template = tokenizer, folder, bool(tokenizer.chat_template)
         self.template, self.kwargs = self.has_template and ChatTemplate(tokenizer), chat_template_kwargs or {}
         self.stop_tokens = ends_of_texts(tokenizer, folder, named_ends)
@@ -137,15 +138,17 @@ class TransformersLanguage:
         return Prompt(self.tokenizer.encode(written, add_special_tokens=False), is_chat=True)
 
     def write(self, conversation, add_generation_prompt=False):
-        """The text that the chat template makes of a conversation. If it refuses system messages, they become part of
-        the user's, as prepare_data.py --fold_system does it. Raises ValueError if the template refuses that, too."""
+        """The text that the chat template makes of a conversation. If it refuses system messages, or if the model has
+        learned them so, they become part of the user's, as prepare_data.py --fold_system does it. Raises ValueError if
+        the template refuses that, too."""
         options = self.kwargs | conversation.get('chat_template_kwargs', {}) | {'tools': conversation.get('tools')}
-        messages = [self.template.form_of(message) for message in conversation['messages']]
+        folded = fold_system_messages(conversation['messages'])
+        messages = folded if self.fold_system else conversation['messages']
+        messages = [self.template.form_of(message) for message in messages]
         try:
             return self.template.write(messages, options, add_generation_prompt)
         except Exception as error:  # a template may raise anything
-            folded = fold_system_messages(conversation['messages'])
-            if folded != conversation['messages']:
+            if folded != conversation['messages'] and not self.fold_system:
                 return self.write({**conversation, 'messages': folded}, add_generation_prompt)
             raise ValueError(f'the chat template in {self.folder} refuses: {one_line(error)}') from error
 

@@ -759,9 +759,13 @@ def fill_buffers(model, device):
             elif buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
         if unset:
-            # The rule would also initialise the module's parameters, so it gets others on meta in their place.
+            # The rule would also initialise the module's parameters, so it gets others on meta in their place. They are
+            # whole, for of shards (DTensors) torch draws numbers that all ranks agree on, and warns of that on a CPU.
             parameters = module._parameters
-            module._parameters = {name: p if p is None else p.detach().to('meta') for name, p in parameters.items()}
+            whole = functools.partial(torch.empty, device='meta')
+            module._parameters = {
+                name: p if p is None else whole(p.shape, dtype=p.dtype) for name, p in parameters.items()
+            }
             model._init_weights(module)
             module._parameters = parameters
         for name in unset:
@@ -925,10 +929,7 @@ def for_inference(pretrained, weights):
         model = pretrained.empty_model()
     if pretrained.lora_rank:
         weights = {**base_weights(model, pretrained, weights), **weights}
-    missing, unexpected = model.load_state_dict(lora.merge_lora(model, weights, pretrained), strict=False, assign=True)
-    assert not unexpected, f'{unexpected[:3]} of the checkpoint are not in {type(model).__name__}'
-    model.tie_weights()
-    assert not any(parameter.is_meta for parameter in model.parameters()), f'the checkpoint lacks {missing[:3]}'
+    put_in(model, lora.merge_lora(model, weights, pretrained), model.tie_weights)
     fill_buffers(model, 'cpu')
     return model.eval()
 
@@ -945,12 +946,22 @@ def for_generation(pretrained, weights, compute_dtype, device):
     elif pretrained.lora_rank:
         weights = lora.merge_lora(model, {**base_weights(model, pretrained, weights), **weights}, pretrained)
     weights = {name: tensor for name, tensor in weights.items() if not is_load(name)}
-    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    assert not unexpected, f'{unexpected[:3]} of the weights are not in {type(model).__name__}'
-    model.tie()
-    assert not any(parameter.is_meta for parameter in model.parameters()), f'the weights lack {missing[:3]}'
+    put_in(model, weights, model.tie)
     fill_buffers(model, device)
     return model.eval()
+
+
+def put_in(model, weights, tie):
+    """Give a model on meta its weights, {name: tensor}. tie: function that makes those that are one tensor share it.
+    Raises ValueError if some are missing, or belong to no parameter."""
+    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    tie()
+    lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if lacking or unexpected:
+        problem = f'lack {lacking[0]}' if lacking else f'have {unexpected[0]}, which it has not'
+        raise ValueError(
+            f'the weights for {type(model).__name__} {problem}: they belong to another model; copy them anew'
+        )
 
 
 def cast_weights(model, compute_dtype, device):

@@ -114,6 +114,7 @@ class Replica:
         self.sum, self.theirs = torch.empty(2, self.fragment.anchor.numel())
         self.parent, self.is_odd, self.watch, self.noted = None, False, None, None
         self.bytes_read = self.bytes_written = 0
+        self.writer = ThreadPoolExecutor(1)  # one thread to the end, by which the meter knows what goes to no rank
         self.store = open_store(config.exchange)
         self.pool = on_rank_0(self._enter, identity)
         if config.replay:
@@ -242,10 +243,9 @@ class Replica:
     def _write(self, name, data, meanwhile=lambda digests: None):
         """Write this rank's file name_RANK. Returns the digests of all ranks' files, [rank 0's, ...]. If one rank
         fails, all raise OSError. meanwhile: called with the digests while the file is being written."""
-        with ThreadPoolExecutor(1) as thread:
-            written = thread.submit(self.store.create, f'{name}_{self.rank:04}', data)
-            digests = self._all_gather(digest_of(data))
-            meanwhile(digests)
+        written = self.writer.submit(self.store.create, f'{name}_{self.rank:04}', data)
+        digests = self._all_gather(digest_of(data))
+        meanwhile(digests)
         if problems := [problem for problem in self._all_gather(str(written.exception() or '')) if problem]:
             raise OSError(problems[0])
         self.bytes_written += len(data)

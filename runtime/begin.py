@@ -204,8 +204,8 @@ def open_model_and_data(run):
     if config.init_from != 'scratch' and not run.start_from:
         if run.strategy == 'pipeline' and not config.native:
             raise ValueError(
-                f"init_from={config.init_from}: transformers' class is not cut into stages: use --native=True, "
-                'and model.py computes it, or train_fsdp.py'
+                f"init_from={config.init_from}: transformers' class is not cut into stages: use train_fsdp.py, "
+                f'or --native=True for what model.py computes ({", ".join(native.SAME_AS)})'
             )
         if config.native:
             native.refuse_other_families(config.init_from)
@@ -246,6 +246,7 @@ def open_model_and_data(run):
         folders = [source.name for source in run.train_data.sources + run.val_data.sources]
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
+        config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
 
 
 def refuse_larger_vocabulary(config, pretrained):
@@ -396,14 +397,16 @@ def line_of_padding(run, longest):
     sources, block_size = run.train_data.sources, run.config.block_size
     rows = sum(source.n_windows for source in sources)
     tokens = sum((1 - source.padding) * source.n_windows for source in sources) * block_size
+    packed = sum(source.count_packed() for source in sources)  # two conversations of 0.6 block_size share no row
     reason = f' ({run.pretrained.arch} would let them see each other)' if 'packing' not in run.explicit else ''
     line = (
         f'packing=False: one conversation or document a sequence{reason}, {rows:,} sequences, of which '
         f'{1 - tokens / (rows * block_size):.0%} is padding without loss: '
-        f'{rows * block_size / tokens:.1f} times the work of packed ones'
+        f'{rows / packed:.1f} times the work of packed ones'
     )
     if 0 < longest - 1 < block_size:
-        line += f', and {rows * (longest - 1) / tokens:.1f} times with --block_size={longest - 1}, the longest'
+        times = rows * (longest - 1) / (packed * block_size)
+        line += f', and {times:.1f} times with --block_size={longest - 1}, the longest'
     return line
 
 

@@ -78,9 +78,8 @@ class Log:
         self._max_iters = max_iters
         self._has_failed = False  # to write a line
         self._console_is_lost = False
-        self._rows_timed = 0  # the first has what happens once in it, such as compilation
+        self._timed = None  # (step, milliseconds) of the row that was timed last
         self._step_ms = None  # smoothed milliseconds per step, for the ETA
-        self.pace = 1.0  # by how many of max_iters a timed step advances the run: in a pool, more with more jobs
         self._text = open(out_dir / 'train.log', 'a', encoding='utf-8', buffering=1)  # 1: flushed after each line
         self.say(header(config))
         self.say(config_lines(config, explicit), console=False)
@@ -178,11 +177,14 @@ class Log:
             texts[2] = f' | outer step:{texts[2][1:]}'
         texts[1] += ''.join(f', {key[9:]} {loss:.4f}' for key, loss in values.items() if key.startswith('val_loss/'))
         if 'time/total' in values:
-            step_ms = values['time/total'] / self.pace
-            self._rows_timed += 1
-            if self._rows_timed > 1:
+            step_ms = values['time/total'] / values.get('pool/pace', 1)
+            # The first row has what happens once in it, such as compilation; and DiLoCo shows a row a second time when
+            # it has the replicas' mean loss.
+            if self._timed not in (None, (step, step_ms)):
                 # One slow interval (a busy file system) moves the estimate by a fifth of its excess.
                 self._step_ms = 0.8 * (self._step_ms or step_ms) + 0.2 * step_ms
+            self._timed = step, step_ms
+            if self._step_ms is not None:
                 texts[0] += f' | eta {timedelta(seconds=round((self._max_iters - step) * self._step_ms / 1000))}'
         return '\n'.join(at + text for text in texts if text)
 

@@ -45,9 +45,10 @@ class HostEvent:
         pass
 
 
-# A step (count=1) or a part of one (count=0), whose events the device may not have reached yet. marks: [(phase, event)]
-# in order
-Step = namedtuple('Step', 'begin marks end profiled count')
+# A step, or a part that is added to the one before it, whose events the device may not have reached yet. kind: one of
+# KINDS. marks: [(phase, event)] in order
+Step = namedtuple('Step', 'begin marks end kind')
+KINDS = ('ordinary', 'profiled', 'part')
 
 
 class Meter:
@@ -89,8 +90,8 @@ class Meter:
         self._mfu_per_token = flops_per_token / world_size / peak_flops if peak_flops else None
 
         self._unread = []  # the Steps whose times are not in the sums yet
-        # whether profiled -> number of steps, milliseconds in total and of each phase, in this interval
-        self._sums = {False: Counter(), True: Counter()}
+        # of each kind: number of steps, milliseconds in total and of each phase, in this interval
+        self._sums = {kind: Counter() for kind in KINDS}
         self._steps = 0
         self._mean_step = 0.0  # milliseconds of an ordinary step, in the last interval that had one
         self._next_row = {}  # values for the next row: of a profiled step, and of the state once it is measured
@@ -118,7 +119,8 @@ class Meter:
 
     def end_step(self):
         """Stop the clock: the step and its last phase end here."""
-        self._unread.append(Step(self._begin, self._marks, self._event(), self._profiler is not None, count=1))
+        kind = 'profiled' if self._profiler else 'ordinary'
+        self._unread.append(Step(self._begin, self._marks, self._event(), kind))
         self._steps += 1
         self._count_sent(1)
         if self._profiler and self._trace_step - self._steps == 1:
@@ -137,7 +139,7 @@ class Meter:
         self._beat(phase)
         yield
         self._count_sent(1)
-        self._unread.append(Step(begin, [mark], self._event(), profiled=False, count=0))
+        self._unread.append(Step(begin, [mark], self._event(), 'part'))
 
     def measure_state(self, parameters, optimizer):
         """
@@ -172,24 +174,27 @@ class Meter:
         This is the only call that waits for the device. With several ranks it is collective (one small all-gather).
         """
         self.read_all()
-        ordinary, profiled = self._sums[False], self._sums[True]
-        self._sums = {False: Counter(), True: Counter()}
+        ordinary, profiled, parts = self._sums.values()
+        self._sums = {kind: Counter() for kind in KINDS}
         if ordinary['steps']:
             self._mean_step = ordinary['total'] / ordinary['steps']
         if profiled['steps']:
             self.profiling_seconds += max(0.0, profiled['total'] - profiled['steps'] * self._mean_step) / 1000
 
         row = {}
-        steps = ordinary if ordinary['steps'] else profiled
+        steps, steps_in_all = ordinary if ordinary['steps'] else profiled, ordinary['steps'] + profiled['steps']
         if steps['steps']:
-            milliseconds = {key: steps[key] / steps['steps'] for key in ('total', *PHASES) if key in steps}
+            milliseconds = {
+                key: steps[key] / steps['steps'] + parts[key] / steps_in_all
+                for key in ('total', *PHASES)
+                if key in steps or key in parts
+            }
             tokens_per_sec = 1000 * self._tokens_per_step / milliseconds['total']
             row['tokens_per_sec'] = round(tokens_per_sec, 3)
             row['tokens_per_sec_per_rank'] = round(tokens_per_sec / self._world_size, 3)
             if self._mfu_per_token:
                 row['mfu'] = round(tokens_per_sec * self._mfu_per_token, 5)
             row |= {f'time/{key}': round(value, 4) for key, value in milliseconds.items()}
-        steps_in_all = ordinary['steps'] + profiled['steps']
         if self._counts_bytes and steps_in_all:
             row['comm/sent_gb'] = round(self._sent / steps_in_all / 1e9, 9)
         row |= self._next_row
@@ -226,14 +231,14 @@ class Meter:
 
     def _read(self, step):
         """Add the times of a step to the sums of its interval."""
-        sums = self._sums[step.profiled]
+        sums = self._sums[step.kind]
         events = [*(event for _, event in step.marks), step.end]
         for (phase, start), end in zip(step.marks, events[1:], strict=True):
             sums[phase] += start.elapsed_time(end)
             self.seconds[phase] += start.elapsed_time(end) / 1000
         total = step.begin.elapsed_time(step.end)
         sums['total'] += total
-        sums['steps'] += step.count
+        sums['steps'] += 1
         self.training_seconds += total / 1000
 
     def _count_sent(self, sign):

@@ -5,6 +5,7 @@ This project raises ValueError or OSError with a one-line message for a user's m
 line. Anything else is a bug and keeps its traceback.
 """
 
+import io
 import os
 import re
 import signal
@@ -67,7 +68,7 @@ def report(error, out_of_memory_advice=None):
     elif isinstance(error, KeyboardInterrupt):
         line = f'{prefix} interrupted'
     elif is_users_mistake(error):
-        line = f'{prefix} error: {first_line(error)}'
+        line = f'{prefix} error: {place_of(error)}{first_line(error)}'
     else:
         line = f'{prefix} ' + ''.join(traceback.format_exception(error))
     if not is_lost_peer(error):
@@ -77,6 +78,25 @@ def report(error, out_of_memory_advice=None):
     sys.__stderr__.write(line + '\n')
     sys.__stderr__.flush()
     leave_for_torchrun(line.removeprefix(f'{prefix} '))
+
+
+def place_of(error):
+    """'PATH: ' of the file, or 'stdout: ', that an OSError is about if it names none, as that of write() or flush()
+    on a full disk. The file is among the variables of the functions that were running."""
+    if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
+        return ''
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        held = [*frame.f_locals.values()]
+        held += vars(frame.f_locals['self']).values() if hasattr(frame.f_locals.get('self'), '__dict__') else []
+        held += [value for part in held if isinstance(part, dict) for value in part.values()]
+        for file in held:
+            if isinstance(file, io.IOBase) and str(getattr(file, 'name', '<'))[0] != '<':
+                return f'{file.name}: '
+    try:
+        print(flush=True)
+    except OSError:
+        return 'stdout: '
+    return ''
 
 
 def is_users_mistake(error):

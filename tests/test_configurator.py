@@ -545,6 +545,39 @@ def test_a_run_says_it_once_for_each_key(tmp_path):
     )
 
 
+def test_a_key_of_a_file_is_not_blamed_for_what_the_file_could_not_know(tmp_path):
+    """Its own keys make it vain, or those of the command line, or the machine."""
+    path = tmp_path / 'a.py'
+    path.write_text('# torchrun train_fsdp.py train_diloco.py compare.py config/a.py\n')
+    for script, setting, vain, cause in (
+        (FSDP, 'min_lr=0.1', {'lr_schedule': 'constant'}, 'lr_schedule'),
+        (FSDP, 'omega=2', {'optimizer': 'adana'}, 'weight_decay'),
+        (FSDP, 'dropout=0.1', {'transformers': True}, 'init_from'),
+        (FSDP, 'windows=stream', {'is_chat': True}, 'dataset'),
+        (FSDP, 'tf32=True', {'device': 'cpu'}, None),
+        (FSDP, 'stop_before_end_s=9', {'ends_at_s': math.inf}, None),
+        (DILOCO, 'exchange_k=128', {'exchange_dtype': 'int8'}, 'exchange_dtype'),
+        ('compare.py', 'inner_steps=3', {'strategies': ['ddp']}, 'strategies'),
+        (FSDP, 'lora_dropout=0.1', {'lora_rank': 0}, 'lora_rank'),  # otherwise refused
+    ):
+        here, there = ({cause: where} if cause else {} for where in (str(path), 'command line'))
+        assert lines_of(script, setting, vain, str(path), **there) == [], setting
+        assert len(lines_of(script, setting, vain, **there)) == 1 if cause != 'lora_rank' else True, setting
+        if cause not in (None, 'lora_rank') and setting != 'windows=stream':  # the default, for whoever reads the file
+            assert len(lines_of(script, setting, vain, str(path), **here)) == 1, setting
+
+
+def test_what_the_words_advise_is_not_refused():
+    """A folder's model has its own size, and one from scratch neither LoRA nor frozen parts."""
+    from huggingface import finetune
+
+    for rows in keys.READ_IF.values():
+        for needs, _ in rows.values():
+            advised = {*re.findall(r'--(\w+)', needs)}
+            assert 'from scratch' in needs or not advised & {*finetune.NATIVE_MODEL_KEYS}, needs
+            assert 'init_from' in advised or 'lora_rank' not in advised, needs
+
+
 def test_what_is_off_asks_for_nothing():
     for off in ('router_bias=0', 'error_feedback=False', 'async_checkpoint=False', 'wandb_group=None'):
         script = DILOCO if 'error' in off else FSDP

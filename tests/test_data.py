@@ -9,15 +9,18 @@ import math
 import os
 import pickle
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from launch import REPO, environment
 from prepared import eval_batches, only
@@ -26,6 +29,7 @@ import data
 from dataset import shards
 from dataset import windows as on_disk
 from dataset.shuffle import sample_windows
+from runtime.begin import line_of_padding
 from text import tokenizer as tokenizers
 
 VOCAB_SIZE = 1000
@@ -229,6 +233,23 @@ def test_larger_integers_without_a_header_are_not_read_as_uint16(tmp_path, dtype
     assert np.array_equal(whole(data.open_dataset(tmp_path, 'set', 'train', 1)), tokens)
 
 
+@pytest.mark.parametrize('vocab_size', [65, 50257])
+@pytest.mark.parametrize('written', ['uint16', 'uint32', 'int64', 'float16', 'float32', 'float64'])
+def test_a_meta_json_that_the_values_contradict_is_refused(tmp_path, written, vocab_size):
+    path = tmp_path / 'train.bin'
+    tokens = tokens_of(5000, vocab_size=min(vocab_size, 2048) if written == 'float16' else vocab_size)  # exact to 2048
+    tokens.astype(written).tofile(path)
+    for said in (None, 'uint16', 'uint32', 'int64'):
+        if said == written or (said is None and written == 'uint16'):
+            assert np.array_equal(shards.read_shard(path, said), tokens)
+            continue
+        kind = 'floating-point numbers, and no' if written.startswith('f') else f'these are {written}, not'
+        with pytest.raises(ValueError, match=f'train.bin: .*{kind} {said or "uint16"}[:;]'):
+            shards.read_shard(path, said)
+    with pytest.raises(ValueError, match='"dtype": "float32" in its meta.json: token ids are integers'):
+        shards.read_shard(path, 'float32')
+
+
 @pytest.mark.parametrize(
     'text', ['version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n', '<html>\r\n' * 99]
 )
@@ -306,6 +327,21 @@ def test_bits_per_byte_are_of_the_text_that_is_evaluated(tmp_path, windows, sequ
         per_token = sum(weight * len(part) / n for weight, part, n in zip(weights, text, targets, strict=True))
         row = mixture.losses(nats, sequences)
         assert row['val_bpb'] == pytest.approx(3.5 / math.log(2) / per_token, rel=1e-12)
+
+
+def test_a_tokenizer_that_is_not_here_costs_the_bits_per_byte_and_no_wait(tmp_path, monkeypatch, capsys):
+    make_dataset(tmp_path / 'set')
+    meta = json.loads((tmp_path / 'set' / 'meta.json').read_text())
+    (tmp_path / 'set' / 'meta.json').write_text(json.dumps({**meta, 'tokenizer': {'name': 'gpt2'}}))
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'empty'))
+    monkeypatch.delitem(tiktoken.registry.ENCODINGS, 'gpt2', raising=False)
+    asked = []
+    monkeypatch.setattr(socket, 'getaddrinfo', lambda *where, **how: asked.append(where))  # the network's first step
+    mixture = only(data.open_dataset(tmp_path, 'set', 'val', 32))
+    rows = [mixture.losses([(20.0, 10)], 1) for _ in range(2)]
+    assert not asked and rows == [{'val_loss': 2.0, 'val_ppl': pytest.approx(math.e**2)}] * 2
+    line = f'no bits per byte: tokenizer=gpt2: its files are not in {tmp_path}/empty; where there is a network, run '
+    assert capsys.readouterr().out.count(line) == 1
 
 
 @pytest.mark.parametrize('with_meta', [True, False])
@@ -905,6 +941,23 @@ def test_without_packing_each_conversation_has_a_window_of_its_own_and_an_epoch_
     assert not any(padding.any() or (ignored >= 0).any() for (_, padding), (_, ignored) in cut)
     learned = sum(int((y >= 0).sum()) for _, y in orders[0])
     assert mixture.count_targets(1, 0, 22) == learned == sum(int(learned[1:].sum()) for _, learned in chats)
+
+
+@pytest.mark.parametrize('lengths', [LENGTHS, [40] * 10 + [26, 21]])
+def test_what_a_window_for_each_conversation_costs_is_said_beside_what_packing_would(tmp_path, lengths):
+    """Of 39 positions each, no two conversations share a window of 64."""
+    make_chats(tmp_path / 'chats', chats_of(lengths))
+    packed, alone = (data.open_dataset(tmp_path, 'chats', 'train', 64, packing=packing) for packing in (True, False))
+    explicit = SimpleNamespace(train_data=only(alone), config=SimpleNamespace(block_size=64), explicit={'packing': ''})
+    line, rows = line_of_padding(explicit, longest=alone.longest), len(lengths)
+    x, y, _ = alone.read(range(rows))
+    empty = [64 - min(n - 1, 64) for n in lengths]
+    assert sorted(64 - np.argmax(ys[::-1] >= 0) for ys in y) == sorted(64 - n for n in empty)  # the last is learned
+    assert f'{rows:,} sequences, of which {sum(empty) / (64 * rows):.0%} is padding' in line
+    assert f': {rows / packed.n_windows:.1f} times the work of packed ones' in line
+    if alone.longest <= 64:
+        at_longest = rows * (alone.longest - 1) / (packed.n_windows * 64)
+        assert f', and {at_longest:.1f} times with --block_size={alone.longest - 1}, the longest' in line
 
 
 def test_the_fingerprint_of_chats_changes_with_a_mask(tmp_path):

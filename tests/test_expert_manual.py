@@ -574,4 +574,6 @@ def test_what_cannot_be_divided_says_on_each_rank_in_one_line_what_to_use(tmp_pa
 
 def test_a_mixture_of_transformers_says_how_to_have_it_here():
     with pytest.raises(ValueError, match='expert_parallel=2 with init_from=models/mixture: .*--native=True'):
-        expert_manual.check({'init_from': 'models/mixture'}, layout_of('diloco', 2, expert=2), 'a Pretrained')
+        expert_manual.check(
+            {'init_from': 'models/mixture'}, layout_of('diloco', 2, expert=2), types.SimpleNamespace(arch='qwen3_moe')
+        )

@@ -306,6 +306,18 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stage
     rows = [{**row, 'val_loss': its.get('val_loss')} for row, its in zip(metrics(out_dir), expected, strict=True)]
     assert_same_losses(rows, expected)
     assert 'resuming' in text
+    mixture = open_planned(sources, 'web:0.6,code:0.4', ((8, 'web:0.2,code:0.3,books:0.5'),), max_iters=16)
+    read, windows = mixture.locate(np.arange(16 * BATCH), 1337)
+    for row in rows:
+        assert row['tokens'] == row['step'] * BATCH * 32
+        ranks = 2 if row['step'] <= 5 else 4 if row['step'] <= 11 else 1
+        speed = BATCH * 32 / row['time/total'] * 1000
+        assert row['tokens_per_sec'] == pytest.approx(speed, rel=1e-3)
+        assert row['tokens_per_sec_per_rank'] == pytest.approx(speed / ranks, rel=1e-3)
+        for number, (name, source) in enumerate(zip(mixture.names, mixture.sources, strict=True)):
+            passes = (read[: row['step'] * BATCH] == number).sum() / source.n_windows
+            assert row.get(f'epochs/{name}', 0) == pytest.approx(passes), (row['step'], name)
+    assert rows[-1]['epochs/books'] > 1 and len({*windows[read == 2]}) == mixture.sources[2].n_windows  # a whole one
 
     with pytest.raises(AssertionError) as error:  # a stage that has begun
         run(sources, out_dir, 'train_ddp.py', MIXED[0], "--dataset_stages=((9, 'web'),)", '--max_iters=18')

@@ -355,16 +355,19 @@ ASKING = {
     'ShareGPT': {'conversations': [*SHARE, {'from': 'observation', 'value': 'no'}], 'tools': json.dumps([TOOL])},
     'prompt': {'prompt': 'Rain?', 'system': 'Be brief.', 'functions': [TOOL['function']]},
     'list': {'prompt': USED[1:2]},
+    'both': {'prompt': 'not read', 'messages': USED[:2]},  # as in conversation_of()
 }
 
 
 @pytest.mark.parametrize('arguments', [OBJECT, STRING])
 @pytest.mark.parametrize('content', [SAYS_NULL, '{{- message.content }}'])
-def test_a_row_is_asked_as_prepare_data_learns_its_answer(tmp_path, arguments, content):
+@pytest.mark.parametrize('fold_system', [False, True])
+def test_a_row_is_asked_as_prepare_data_learns_its_answer(tmp_path, arguments, content, fold_system):
     """The prompt is, token by token, what stands before the answer in the training example."""
     template = TOOLS.replace('ARGUMENTS', arguments).replace(SAYS_NULL, content)
     encoder, _ = encoder_of(make_tokenizer(tmp_path, template))
-    language = prompts.TransformersLanguage(tokenizers.load_transformers_tokenizer(str(tmp_path)), str(tmp_path))
+    tokenizer = tokenizers.load_transformers_tokenizer(str(tmp_path))
+    language = prompts.TransformersLanguage(tokenizer, str(tmp_path), fold_system=fold_system)
     (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, ASKING.values())))
     rows = prompts.read_rows(tmp_path / 'rows.jsonl')
     assert rows == [*ASKING.values()]
@@ -376,7 +379,7 @@ def test_a_row_is_asked_as_prepare_data_learns_its_answer(tmp_path, arguments, c
         else:
             answer = {'role': 'assistant', 'content': 'None.'}
             learned = {**row, field: [*({**turn, 'weight': 0} for turn in row[field]), answer]}
-        (example,) = encoder.examples(chat_rows.conversation_of(learned))
+        (example,) = encoder.examples(chat_rows.conversation_of(learned), fold_system)
         ids, flags, _ = example
         assert asked == ids[: list(flags & LEARNED).index(LEARNED)].tolist(), name
     given = prompts.TransformersLanguage(language.tokenizer, str(tmp_path), None, {'enable_thinking': False})

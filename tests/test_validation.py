@@ -48,13 +48,13 @@ def prepared(tmp_path_factory, model):
     return folder
 
 
-def loss_of_folder(model, prepared, dataset, split, sequences):
+def loss_of_folder(model, prepared, dataset, split, sequences, windows='stream'):
     """The mean loss of a folder's model over the first windows of a split, by transformers and with batches made
     here."""
     import transformers
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    source, nats, tokens = data.open_dataset(prepared, dataset, split, LENGTH, VOCABULARY), 0.0, 0
+    source, nats, tokens = data.open_dataset(prepared, dataset, split, LENGTH, VOCABULARY, windows), 0.0, 0
     for window in range(min(sequences, source.n_windows)):
         read = source.read([window])
         x, y, starts = (
@@ -145,15 +145,24 @@ def test_weights_of_an_earlier_run_are_evaluated_at_step_0_and_those_from_scratc
     assert len(losses) == 2 and losses[0] == pytest.approx(column(tmp_path / 'first', 'val_loss')[-1], rel=4 * APART)
 
 
-def test_several_datasets_to_validate_on_have_a_loss_each(model, prepared, tmp_path):
+@pytest.mark.parametrize(('nproc', 'other', 'windows'), [(1, 'test', 'stream'), (3, 'chats', 'documents')])
+def test_several_datasets_to_validate_on_have_a_loss_each(model, prepared, tmp_path, nproc, other, windows):
+    """9 windows of each, so that on 3 ranks one has a row less than others, and one no row."""
     keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
-    start('train_ddp.py', *keys, f'--out_dir={tmp_path}', '--eval_only', '--val_dataset=text,test')
+    keys += ['--global_batch_size=18', '--eval_iters=1', f'--val_dataset=text:0.75,{other}:0.25']
+    start('train_ddp.py', *keys, f'--windows={windows}', f'--out_dir={tmp_path}', '--eval_only', nproc=nproc)
     (row,) = metrics(tmp_path)
-    assert row['val_loss/text'] == pytest.approx(loss_of_folder(model, prepared, 'text', 'val', 12), rel=4 * APART)
-    assert row['val_loss/test'] == pytest.approx(loss_of_folder(model, prepared, 'test', 'train', 12), rel=4 * APART)
-    assert math.isclose(row['val_loss'], (row['val_loss/text'] + row['val_loss/test']) / 2)
-    sizes = [bytes_per_token(model, prepared, *which, 12) for which in (('text', 'val'), ('test', 'train'))]
-    assert row['val_bpb'] == pytest.approx(row['val_loss'] / math.log(2) / (sum(sizes) / 2), rel=1e-12)
+    splits = {'text': 'val', other: 'train'}
+    for name, split in splits.items():
+        expected = loss_of_folder(model, prepared, name, split, 9, windows)
+        assert row[f'val_loss/{name}'] == pytest.approx(expected, rel=4 * APART)
+    mean = 0.75 * row['val_loss/text'] + 0.25 * row[f'val_loss/{other}']
+    assert (row['val_loss'], row['val_ppl']) == pytest.approx((mean, math.exp(mean)), rel=1e-12)
+    assert ('val_bpb' in row) == (other == 'test')
+    if other == 'test':
+        sizes = [bytes_per_token(model, prepared, name, split, 9) for name, split in splits.items()]
+        bits = row['val_loss'] / math.log(2)
+        assert row['val_bpb'] == pytest.approx(bits / (0.75 * sizes[0] + 0.25 * sizes[1]), rel=1e-12)
 
 
 def test_a_dataset_to_validate_on_needs_the_same_tokenizer(data_dir, tmp_path):

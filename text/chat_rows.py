@@ -120,16 +120,17 @@ def is_learned(message, number):
 
 def question_of(row):
     """A row that asks for an answer, in the form of conversation_of() but not as JSON: its messages up to the one to
-    answer, which stand in one of LISTS or in `prompt`, perhaps with a system message, tools and chat_template_kwargs.
+    answer, which stand in one of LISTS or else in `prompt`, perhaps with a system message, tools and
+    chat_template_kwargs.
     Raises ValueError with the reason if it is none."""
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
     row = {name: value for name, value in row.items() if value is not None}
-    given = [name for name in (*LISTS, 'prompt') if name in row]
-    if len(given) != 1:
-        raise ValueError('rows with messages in two places' if given else 'rows without messages or a prompt')
-    is_text = given == ['prompt'] and isinstance(row['prompt'], str) and _as_messages(row['prompt']) is None
-    messages = [{'role': 'user', 'content': row['prompt']}] if is_text else _list_of(row[given[0]])
+    given = next((name for name in (*LISTS, 'prompt') if name in row), None)  # the first, as in conversation_of()
+    if given is None:
+        raise ValueError('rows without messages or a prompt')
+    is_text = given == 'prompt' and isinstance(row['prompt'], str) and _as_messages(row['prompt']) is None
+    messages = [{'role': 'user', 'content': row['prompt']}] if is_text else _list_of(row[given])
     conversation = _in_one_form(messages, row)
     if not messages or conversation['messages'][-1]['role'] == 'assistant':
         raise ValueError('rows that end with an answer in place of a question')

@@ -310,7 +310,8 @@ class ChatEncoder:
 
     def _words(self, messages, options):
         """The same, where the last message is learned although the template has no prompt for it, such as a user's:
-        from its words on, which have to stand at the end."""
+        from its words on, which have to stand at the end. If the template does not end them, end-of-text does: a model
+        that is to write a user's message has to stop behind it, and one that is not is never asked what comes there."""
         text = self._render(messages, options).rstrip()
         end = next((token for token in self.special_tokens if text.endswith(token)), '')
         before_end, words = text.removesuffix(end).rstrip(), (messages[-1]['content'] or '').strip()

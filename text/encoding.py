@@ -281,5 +281,6 @@ class Seen:
 def _as_shards_hold_it(tokens, tokenizer):
     """The tokens in the dtype of the shards, after a check: astype() would turn 128,000 into the uint16 62,464."""
     largest = tokens.max(initial=0)
-    assert largest < tokenizer.vocab_size, f'{tokenizer.name}: id {largest} of {tokenizer.vocab_size}'
+    if largest >= tokenizer.vocab_size:
+        raise ValueError(f'{tokenizer.name}: it wrote the id {largest}, and says that it has {tokenizer.vocab_size}')
     return tokens.astype(dtype_for(tokenizer.vocab_size))

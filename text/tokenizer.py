@@ -173,7 +173,7 @@ def open_file(path):
 # --- finding one ------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(name, folder=None):
+def load_tokenizer(name, folder=None, fetch=True):
     """The tokenizer with that name: 'bytes', 'bpe', a name of tiktoken's, or the path of a Hugging Face folder.
 
     folder: the dataset's, which for 'bpe' holds tokenizer.json. Unless TIKTOKEN_CACHE_DIR is set, tiktoken's files are
@@ -186,18 +186,20 @@ def load_tokenizer(name, folder=None):
         return _load_bpe(Path(folder) / 'tokenizer.json')
     if os.path.isdir(name):
         return FileTokenizer(*_hugging_face_files(name))
-    return _load_tiktoken(name, Path(folder).parent / 'tiktoken' if folder else None)
+    return _load_tiktoken(name, Path(folder).parent / 'tiktoken' if folder else None, fetch)
 
 
-def tokenizer_of(dataset_folder):
-    """The tokenizer that a dataset's meta.json names. Raises ValueError if it names none, and as load_tokenizer()."""
+def tokenizer_of(dataset_folder, fetch=False):
+    """The tokenizer that a dataset's meta.json names. Raises ValueError if it names none, and as load_tokenizer().
+
+    fetch: whether files that are not here may come from the network, for which a training run must not wait."""
     path = Path(dataset_folder) / 'meta.json'
     facts = _read_meta(dataset_folder)[1]
     if facts is None:
         raise ValueError(f'{path} is missing, or does not name a tokenizer (often gpt2)')
     if 'eot_text' in facts:  # a Hugging Face tokenizer: its file was copied, the folder it came from may be elsewhere
         return FileTokenizer(path.with_name('tokenizer.json'), facts['eot_text'], facts.get('bos_text', ()))
-    return load_tokenizer(facts['name'], dataset_folder)
+    return load_tokenizer(facts['name'], dataset_folder, fetch)
 
 
 def tokenizer_of_run(dataset_folder, vocab_size, name=None):
@@ -207,7 +209,7 @@ def tokenizer_of_run(dataset_folder, vocab_size, name=None):
         tokenizer = load_tokenizer(name)
     else:
         try:
-            tokenizer = tokenizer_of(dataset_folder)
+            tokenizer = tokenizer_of(dataset_folder, fetch=True)
         except (ValueError, OSError) as error:
             advice = 'say where the dataset lies with --data_dir=FOLDER, or name its tokenizer with --tokenizer=NAME'
             raise ValueError(f'{error}; {advice}') from error
@@ -482,16 +484,19 @@ def _check_tiktoken_name(name):
     raise ValueError(f'tokenizer={name!r}: did you mean {" or ".join(close)}, or the path of a folder?')
 
 
-def _load_tiktoken(name, default_cache):
+def _load_tiktoken(name, default_cache, fetch=True):
     """A tiktoken Encoding from the cache, into which it is fetched if need be. tiktoken deletes a cached file whose
     sha256 is wrong."""
-    import tiktoken
+    import tiktoken.load
 
     _check_tiktoken_name(name)
     if default_cache is not None:
         os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(default_cache))
     cache = os.environ.get('TIKTOKEN_CACHE_DIR', os.path.join(tempfile.gettempdir(), 'data-gym-cache'))
     before = os.listdir(cache) if os.path.isdir(cache) else []
+    read_file = tiktoken.load.read_file  # its way to the network; without one it would wait, for minutes
+    if not fetch:
+        tiktoken.load.read_file = _refuse_to_fetch
     try:
         return TiktokenTokenizer(tiktoken.get_encoding(name))
     except OSError as error:  # the errors of `requests` are OSErrors as well
@@ -501,7 +506,14 @@ def _load_tiktoken(name, default_cache):
             files = f'{", ".join(deleted)} in {cache}'
             problem = f'{files} was damaged (its sha256 was not the expected one), so tiktoken deleted it'
         advice = f'where there is a network, run `python prepare_data.py --cache_tokenizer={name}`'
-        raise ValueError(f'tokenizer={name}: {problem} and cannot be fetched; {advice}') from error
+        problem += ' and cannot be fetched' if fetch else ''
+        raise ValueError(f'tokenizer={name}: {problem}; {advice}') from error
+    finally:
+        tiktoken.load.read_file = read_file
+
+
+def _refuse_to_fetch(path):
+    raise OSError(f'{path} is not in the cache')
 
 
 def fetch_tokenizer(name, folder):

@@ -156,6 +156,8 @@ def test_time_of_a_curve_is_training_time():
     assert math.isnan(curves['loss']['loss'][-1])
     assert curves['val_loss']['seconds'] == pytest.approx([1.5, 2])
     assert curves['val_loss']['loss'] == [3.5, 3.0]
+    of_pool = [{**one, 'pool/pace': 0.5} for one in rows]  # a step of the run takes two of a job that is alone of two
+    assert plots.loss_curves(of_pool)['loss']['seconds'] == pytest.approx([2, 4, 12])
 
 
 def test_running_mean_forgets_what_left_its_window():

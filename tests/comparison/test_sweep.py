@@ -124,6 +124,22 @@ def test_first_the_grid_then_beyond_its_edge_then_the_other_seeds():
     ]
 
 
+def test_the_compute_of_a_run_is_its_tokens_times_the_flops_of_each(tmp_path):
+    """Of the run at the best rate with the first seed; each run has read another number of tokens."""
+    group = {'label': 'a', 'size': 's', 'recipe': 'r', 'world_size': 1}
+    shape = {'arch': 'gpt2', 'n_layer': 1, 'n_head': 2, 'n_embd': 8, 'block_size': 16, 'vocab_size': 64}
+    for rate, seed, loss, tokens in ((1e-3, 1, 3.0, 500), (2e-3, 1, 2.0, 700), (2e-3, 2, 2.5, 900)):
+        out = tmp_path / 'runs' / f'a-lr{rate:g}' / f'seed{seed}'
+        out.mkdir(parents=True)
+        rows = [{'step': 1, 'tokens': 10, 'loss': 4.0}, {'step': 9, 'tokens': tokens, 'val_loss': loss}]
+        (out / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+        (out / 'config.json').write_text(json.dumps({'world_size': 1, 'flops_per_token': 1e6, 'config': shape}))
+        (out / 'DONE').touch()
+    row = sweep.summarise(group, sweep.runs_of(tmp_path, group), [1, 2])
+    assert (row['tokens'], row['flops'], row['tried']) == (700, 700e6, 2e-3)
+    assert row['grid'] == {1e-3: 3.0, 2e-3: 2.0} and row['losses'] == {1: 2.0, 2: 2.5}
+
+
 def test_a_run_has_diverged_that_is_worse_than_at_its_beginning():
     def rows(step, loss):
         return [{'step': 1, 'loss': 4.0}, {'step': step, 'loss': loss}]

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from launch import TINY_RUN, run_function, run_many, run_script
 from outputs import column
 from precision import MARGIN, assert_as_close_to_float64, gap_of_choice
-from pretrained import POSITIONS, VOCABULARY, save_model, write_chats
+from pretrained import POSITIONS, VOCABULARY, save_model, sharded, write_chats
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
-import fsdp_manual
 from huggingface import finetune, native
 from model import GPT, balance_experts, router_metrics
 from runtime import checkpoint
@@ -60,22 +59,14 @@ def two_steps(model, raw):
 
 def trained(folder, implementation, recompute, **options):
     """What two_steps() finds with the model of a folder, laid out in one of these ways."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     pretrained = finetune.Pretrained(folder, block_size=POSITIONS, router_aux=AUX, router_z=Z, **options)
     with torch.device('meta'):
-        raw = model = finetune.for_training(pretrained)
+        raw = finetune.for_training(pretrained)
     raw.checkpoint_activations(recompute)
-    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
-    if implementation == 'torch':
-        for block in raw.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(raw, mesh=mesh, reshard_after_forward=False)
-    elif implementation == 'manual':
-        model = fsdp_manual.shard(raw, raw.blocks, mesh)
-    elif implementation == 'all logits':
+    model = sharded(raw, implementation)
+    if implementation == 'all logits':
         raw.has_plain_head = False
     elif implementation == 'compiled':
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # as begin.make_model()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -12,13 +13,12 @@ import torch.nn.functional as F
 from launch import TINY_RUN, run_function, run_many, run_script
 from outputs import column
 from precision import apart, assert_same_run
-from pretrained import HYBRID, MODELS, MORE_MODELS, POSITIONS, VOCABULARY, save_model, write_chats
+from pretrained import HYBRID, MODELS, MORE_MODELS, POSITIONS, VOCABULARY, save_model, sharded, write_chats
 from short import slow_but
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
 import data
-import fsdp_manual
 import optim
 from huggingface import finetune
 from system import collectives
@@ -28,21 +28,14 @@ from system import collectives
 
 def loaded(folder, implementation, **options):
     """The model of `folder` for training, sharded by an implementation, or whole on every rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     pretrained = finetune.Pretrained(folder, **options)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
-    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
-    if implementation == 'torch':
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    elif implementation == 'manual':
-        fsdp_manual.shard(model, model.blocks, mesh)
-    model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    sharded(model, implementation)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', 'DTensor random')  # a rule of transformers' that draws numbers for shards
+        model.to_empty(device='cpu')
+        finetune.load(model, pretrained)
     return pretrained, model
 
 

@@ -23,7 +23,7 @@ from launch import REPO, SHARED, TINY_RUN, environment, run_function, run_ranks,
 from outputs import column
 from precision import apart, assert_same_run
 from prepared import only
-from pretrained import POSITIONS, VOCABULARY, save_model
+from pretrained import POSITIONS, VOCABULARY, save_model, sharded
 from short import slow_but
 
 import data
@@ -77,22 +77,10 @@ class Growth:
 
 def build(folder, implementation):
     """(Pretrained, raw model, model to call), sharded over all ranks and on the device 'meta'."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    import fsdp_manual
-
     pretrained = finetune.Pretrained(folder)
     with torch.device('meta'):
-        raw = model = finetune.for_training(pretrained)
-    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
-    if implementation == 'manual':
-        model = fsdp_manual.shard(raw, raw.blocks, mesh)
-    else:
-        for block in raw.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(raw, mesh=mesh, reshard_after_forward=False)
-    return pretrained, raw, model
+        raw = finetune.for_training(pretrained)
+    return pretrained, raw, sharded(raw, implementation)
 
 
 def measure_load(folder, implementation):
@@ -165,6 +153,7 @@ def prepared(tmp_path_factory, models, text):
     chats.write_text('\n'.join(map(json.dumps, rows)))
     for source, name in ((text, 'text'), (chats, 'chats')):
         keys = [f'--name={name}', f'--tokenizer={models / "llama"}', '--val_fraction=0.2', '--num_proc=1']
+        keys += ['--fold_system'] if name == 'chats' else []
         run_script('prepare_data.py', f'--dataset={source}', f'--data_dir={folder}', *keys)
     return folder
 
@@ -848,12 +837,12 @@ def test_a_base_model_without_a_chat_template_is_exported_and_asked_with_that_of
     assert f'{model} has no chat template, ' in said and 'this run keeps that of the data' in said
     export = tmp_path / 'export'
     said = run_script('export_model.py', f'--out_dir={tmp_path / "out"}', f'--to={export}').stdout
-    assert 'generate() also stops at <|im_end|>' in said
+    assert 'generate() also stops at <|im_end|>' in said and "the user's: ask it in that form" in said
     assert transformers.AutoTokenizer.from_pretrained(export).chat_template == template
     assert transformers.GenerationConfig.from_pretrained(export).eos_token_id == [256, 258]
-    arguments = ['--prompt=What is 3?', '--temperature=0', '--max_new_tokens=4', '--show_ids']
+    arguments = ['--prompt=What is 3?', '--system=Be kind.', '--temperature=0', '--max_new_tokens=4', '--show_ids']
     asked = run_script('sample.py', f'--out_dir={tmp_path / "out"}', *arguments).stderr
-    prompt = '<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n'
+    prompt = '<|im_start|>user\nBe kind.\n\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n'  # as --fold_system has it
     assert str(transformers.AutoTokenizer.from_pretrained(export).encode(prompt)) in asked
 
 

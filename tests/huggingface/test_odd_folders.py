@@ -88,6 +88,17 @@ def test_weights_that_transformers_cannot_load_are_one_line(folders, tmp_path):
     assert '\n' not in str(refused.value)
 
 
+@pytest.mark.parametrize('make', [finetune.for_inference, finetune.for_generation])
+def test_weights_that_do_not_fit_the_model_are_refused_and_named(tmp_path, make):
+    pretrained = finetune.Pretrained(save_model(tmp_path, 'llama'))
+    weights, name = finetune.whole_model(pretrained).state_dict(), 'model.layers.1.mlp.up_proj.weight'
+    more = () if make is finetune.for_inference else (torch.float32, 'cpu')
+    with pytest.raises(ValueError, match=f'LlamaForCausalLM lack {name}: '):
+        make(pretrained, {key: value for key, value in weights.items() if key != name}, *more)
+    with pytest.raises(ValueError, match='LlamaForCausalLM have other.weight, which it has not: '):
+        make(pretrained, {**weights, 'other.weight': weights[name]}, *more)
+
+
 @pytest.mark.parametrize('size', [36, 35])  # 72 bytes in bfloat16; not even in float32 a multiple of 16
 def test_experts_of_any_size_are_computed_in_half_precision_too(size, tmp_path, monkeypatch):
     sizes = SIZES | EXPERTS | {'head_dim': 16, 'moe_intermediate_size': size}

@@ -87,6 +87,37 @@ def test_losses_are_those_of_the_collectives(data_dir, tmp_path, collectives, re
         assert error <= apart(STEPS) ** 2 * sum(value.square().sum() for value in theirs.values())
 
 
+def test_rows_of_a_job_that_is_alone_of_two_say_what_the_pool_and_the_job_have_done(data_dir, tmp_path):
+    """A job of two ranks trains both replicas' data, which takes two of its steps for one of the run; a late one finds
+    nothing to do."""
+    finish(start(data_dir, tmp_path, 'alone', '--batch_size=1', '--max_iters=24', nproc=2))
+    finish(start(data_dir, tmp_path, 'late', '--max_iters=24'))
+    rows, (late,) = metrics(tmp_path / 'alone'), metrics(tmp_path / 'late')
+    steps = {5: 10, 10: 10, 15: 10, 20: 10, 22: 4, 24: 4}  # where a round ends: the job's steps in it
+    ends = {row['step']: row for row in rows if 'pool/round' in row}
+    assert [*ends] == [*steps] and [row['pool/round'] for row in ends.values()] == [1, 2, 3, 4, 5, 6]
+    assert {(row['pool/pace'], row['pool/replicas']) for row in ends.values()} == {(0.5, 1)}
+    of_rounds = [[delta['tokens'] for delta in row['deltas']] for row in journal(tmp_path / 'alone')]
+    assert of_rounds == [[n * BATCH // 2 * 32] for n in steps.values()]
+    assert rows[-1]['step'] == late['step'] == 24
+    assert late['val_loss'] == pytest.approx(rows[-1]['val_loss'], rel=apart())
+    for row in (*rows, late):
+        assert row['tokens'] == row['step'] * BATCH * 32
+        if row is not late:
+            of_job = BATCH // 2 * 32 / row['time/total'] * 1000
+            found = row['tokens_per_sec'], 2 * row['tokens_per_sec_per_rank']
+            assert found == pytest.approx((of_job, of_job), rel=1e-3)
+            assert ('time/outer' in row) == (row['step'] in ends) == ('diloco/wait_s' in row)
+    # What goes to the store is in diloco/bytes, and what goes to the other rank in comm/sent_gb.
+    of_a_step = rows[1]['comm/sent_gb']
+    assert of_a_step > 0
+    for row in rows:
+        more = row['diloco/bytes'] / 10 if row['step'] in ends else 200  # a round's checksums and small files are in it
+        assert 0 <= 1e9 * (row['comm/sent_gb'] - of_a_step) < more
+    numbers = sum(weight.numel() for weight in weights_of(tmp_path / 'alone', 24).values())
+    assert {row['diloco/bytes'] for step, row in ends.items() if step < 15} == {numbers // 2 * 4}  # rank 0's rows
+
+
 def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_its_round(data_dir, tmp_path):
     """Then both are started again, and --replay computes again what the pool ends with. No round is closed without
     both jobs, and each begins with a pause, so neither can have trained everything before the other is there or the

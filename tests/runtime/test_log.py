@@ -74,21 +74,25 @@ def test_each_logged_step_is_a_row_and_a_line(tmp_path, capsys):
     assert not any('batch_size=' in line for line in lines) and 'batch_size=' in (tmp_path / 'train.log').read_text()
 
 
-def test_one_slow_interval_moves_the_eta_by_a_fifth_of_its_excess(tmp_path, capsys):
-    log = Log(tmp_path, 0, 0, 100, CONFIG, set())
+@pytest.mark.parametrize('start_step', [0, 40])
+def test_one_slow_interval_moves_the_eta_by_a_fifth_of_its_excess(tmp_path, capsys, start_step):
+    log = Log(tmp_path, 0, start_step, 100 + start_step, CONFIG, set())  # a run that goes on compiles anew
     for step, step_ms in ((10, 9000.0), (20, 1000.0), (30, 6000.0)):
-        log.row(step, {'loss': 2.5, 'time/total': step_ms})
+        log.row(start_step + step, {'loss': 2.5, 'time/total': step_ms})
+        log.row(start_step + step + 5, {'val_loss': 3.0})
     log.close()
-    assert capsys.readouterr().out.endswith(' | eta 0:02:20\n')  # 70 steps of 1000 + 5000 / 5 ms
+    etas = re.findall(r'loss 2.5000(?: \| eta (.*))?\n', capsys.readouterr().out)
+    assert etas == ['', '0:01:20', '0:02:20']  # 80 steps of 1000 ms; 70 of 1000 + 5000 / 5 ms
 
 
 def test_the_eta_of_a_pool_knows_that_its_jobs_are_fewer_or_more(tmp_path, capsys):
-    log = Log(tmp_path, 0, 0, 100, CONFIG, set())
     for pace in (0.5, 2.0):  # one job of two, four jobs of two
-        log.pace, log._rows_timed, log._step_ms = pace, 1, None
-        log.line(40, {'loss': 2.5, 'time/total': 1000.0})
-    log.close()
-    slow, fast = capsys.readouterr().out.splitlines()[-2:]
+        log = Log(tmp_path, 0, 0, 100, CONFIG, set())
+        for step in (39, 40):
+            log.line(step, {'loss': 2.5, 'time/total': 1000.0, 'pool/pace': pace})
+        log.close()
+    said = capsys.readouterr().out.splitlines()
+    slow, fast = (line for line in said if ' step  40/100 ' in line)
     assert slow.endswith(' | eta 0:02:00') and fast.endswith(' | eta 0:00:30')
 
 
@@ -225,6 +229,23 @@ def log_rounds(out_dir):
         if 'val_loss' in row:  # the end of a round
             journal.write()
     journal.write()
+
+
+def show_twice(out_dir):
+    log = Log(out_dir, 0, 0, 10, CONFIG, set())
+    journal = Journal(log)
+    for step, seconds in ((1, 90), (2, 1), (3, 6)):
+        row = {'loss': 3.0, 'time/total': 1000.0 * seconds}
+        journal.show(step, row)
+        journal.keep(step, row)
+        journal.write()  # as after an evaluation between two logged steps
+    log.close()
+
+
+def test_a_row_that_is_shown_twice_counts_once_in_the_eta(tmp_path):
+    run_function(1, show_twice, tmp_path)
+    etas = re.findall(r' step +(\d+)/10 .*?(?: \| eta (.*))?\n', (tmp_path / 'train.log').read_text())
+    assert etas == [('1', '')] * 2 + [('2', '0:00:08')] * 2 + [('3', '0:00:14')] * 2  # 7 steps of 1 + 5 / 5 s
 
 
 def test_an_estimate_that_a_round_has_not_reached_gives_way_to_the_rounds_end(tmp_path):

@@ -312,6 +312,28 @@ def test_a_profiled_step_counts_only_where_there_is_no_other(clock, one_rank, tm
         assert row['tokens_per_sec'] == pytest.approx(100 / (milliseconds / MS), rel=1e-3)
 
 
+@pytest.mark.parametrize('log_interval, outer, total', [(1, 8, 28), (2, 4, 24), (4, 2, 22)])
+def test_a_part_counts_in_the_steps_of_its_row_also_behind_a_profiled_one(
+    clock, one_rank, tmp_path, log_interval, outer, total
+):
+    meter = Meter(CPU, 1, tokens_per_step=100, flops_per_token=1, trace_step=2, out_dir=tmp_path)  # profiles 1 and 2
+    rows = []
+    for number in range(1, 5):
+        meter.begin_step()
+        meter.mark('update')
+        clock.seconds += 0.02
+        meter.end_step()
+        if number == 2:
+            with meter.part('outer'):
+                clock.seconds += 0.008
+        if number % log_interval == 0:
+            rows.append((number, meter.interval()))
+    (row,) = [row for number, row in rows if number - log_interval < 2 <= number]
+    assert (row['time/outer'], row['time/total']) == pytest.approx((outer, total))
+    assert row['tokens_per_sec'] == pytest.approx(100 * MS / total, rel=1e-5)
+    assert not any('time/outer' in other for _, other in rows if other is not row)
+
+
 @pytest.mark.parametrize('trace_step, recorded', [(3, [2, 3]), (1, [1])])
 def test_a_trace_holds_the_step_and_the_one_before_and_their_mean_communication(
     monkeypatch, one_rank, tmp_path, trace_step, recorded

@@ -14,6 +14,8 @@ from faults import wait_until
 from launch import REPO, TINY_SYNTHETIC, command_of, environment, fork, free_ports, join_all, places_of, run_rank
 from outputs import column, complete, last_step
 
+from system import errors
+
 RUN = [*TINY_SYNTHETIC, '--eval_iters=0', '--checkpoint_interval=4']
 
 
@@ -84,13 +86,37 @@ def test_a_run_outlives_its_console(tmp_path, console):
 
 
 def test_what_a_script_is_asked_to_print_does_not_vanish_without_an_error():
-    """Where the result is what a script prints, a full disk behind `> results` must not end with 0."""
-    command = command_of('compare.py', '--plan', '--gpus=8', '--global_batch_size=512', '--vocab_size=50304')
-    with open('/dev/full', 'w') as full_disk:
-        result = subprocess.run(
-            command, cwd=REPO, env=environment(), stdout=full_disk, stderr=subprocess.PIPE, text=True
-        )
-    assert result.returncode != 0 and 'No space left on device' in result.stderr, result.stderr
+    """Where the result is what a script prints, a full disk behind `> results` must not end with 0, and is named."""
+    plan = ['compare.py', '--plan', '--gpus=8', '--global_batch_size=512', '--vocab_size=50304']
+    for arguments in (plan, ['report.py'], ['sample.py', '--help']):
+        with open('/dev/full', 'w') as full_disk:
+            pipes = {'stdout': full_disk, 'stderr': subprocess.PIPE, 'text': True}
+            result = subprocess.run(command_of(*arguments), cwd=REPO, env=environment(), **pipes)
+        assert result.returncode == 1, result.stderr
+        assert result.stderr.splitlines()[-1].endswith('error: stdout: [Errno 28] No space left on device')
+        assert 'Traceback' not in result.stderr
+
+
+def test_a_full_disk_is_named_by_the_file_that_was_written(tmp_path):
+    class Writer:
+        def __init__(self):
+            self.files = {'.bin': open('/dev/full', 'wb')}
+
+        def write(self, data):
+            self.files['.bin'].write(data)
+
+    def line_of(function):
+        try:
+            function()
+        except OSError as error:
+            return errors.place_of(error)
+
+    def to_a_file():
+        with open('/dev/full', 'w') as file:
+            file.write('x')
+
+    assert line_of(to_a_file) == line_of(lambda: Writer().write(bytes(1 << 20))) == '/dev/full: '
+    assert line_of(lambda: open(tmp_path / 'absent')) == ''  # it names the file itself
 
 
 @pytest.mark.parametrize('ignores', [False, True], ids=['', 'as_under_nohup'])

@@ -20,12 +20,13 @@ from chats import (
     QWEN3,
     conversations_of,
     encoder_of,
+    flags_of,
     make_tokenizer,
     messages_of,
     write_rows,
 )
 from launch import REPO, environment
-from prepared import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at
+from prepared import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at, tokens_of
 from tokenizers import AddedToken, Tokenizer
 
 from dataset import windows
@@ -342,7 +343,11 @@ def test_a_prepared_dataset_holds_tokens_masks_and_totals(chatml, tmp_path):
     assert sorted(parts for _, parts in found) == sorted(expected)
 
     totals = meta['splits']['train']
-    assert f'learned: {totals["learned_tokens"]:,} ' in result.stdout
+    learned, n = int((flags_of(dataset, 'train') & LEARNED).sum()), len(tokens_of(dataset, 'train'))
+    n_bytes = sum(len(text.encode()) for text, _ in conversations_of(dataset, 'train'))
+    assert 0.05 < learned / n < 0.95
+    assert f'learned: {learned:,} of them ({learned / n:.1%})' in result.stdout
+    assert f'{n:,} tokens of {n_bytes:,} bytes of text ({n_bytes / n:.3f} bytes/token)' in result.stdout
     assert re.search(f'longest .* {totals["longest"]:,} tokens', result.stdout)
     next_command = f'torchrun --nproc_per_node=4 train_fsdp.py config/sft_chat.py --init_from={chatml} --dataset=chats'
     assert f'next: {next_command} --data_dir={tmp_path}/data' in result.stdout
