@@ -82,8 +82,8 @@ STEPS = [*range(19), 0]  # the last batch is the first one again, so that its lo
 
 
 def over(ranks):
-    """The Layout in which all ranks share each sequence."""
-    return layout_of('fsdp', ranks, context=ranks)
+    """The Layout in which so many ranks of the world share each sequence."""
+    return layout_of('fsdp', dist.get_world_size(), context=ranks)
 
 
 def batch_of(step, packed):

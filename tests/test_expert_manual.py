@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shutil
+import types
 from pathlib import Path
 from unittest import mock
 

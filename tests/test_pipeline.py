@@ -186,7 +186,7 @@ def targets_in(batches):
 
 def mesh_of(stages, tensor=1):
     copies = dist.get_world_size() // stages // tensor
-    return init_device_mesh('cpu', (stages, copies, tensor), mesh_dim_names=('stage', 'copy', 'tensor'))
+    return init_device_mesh('cpu', (stages, copies, tensor), mesh_dim_names=('stage', 'replicate', 'tensor'))
 
 
 def one_step(stage, pipeline, timetable, batches, loss_factor):
