@@ -61,8 +61,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import data
 import fsdp_manual
 from evaluation import in_run, tasks
-from huggingface import finetune, native, rounding
-from layout import make_mesh
+from huggingface import finetune, lora, native, rounding
+from layout import Share, make_mesh
 from model import GPT, ModelConfig
 from runtime import begin, checkpoint
 from system import collectives, devices, errors, processes
@@ -159,7 +159,8 @@ raw_model.to_empty(device=device)
 if not path or state.get('base'):  # a LoRA checkpoint has only what was trained
     finetune.load(raw_model, pretrained)  # each rank reads only the rows that it keeps
 if path:
-    checkpoint.load(path, raw_model)
+    of_base = lora.names_of_base(raw_model) if state.get('base') else frozenset()
+    checkpoint.load(path, raw_model, share=Share(of_base=of_base))
 rounded_away = None
 if is_tuned and not is_native and (rank == 0 or config.shard != 'none'):  # with native, names differ from the folder's
     rounded_away = rounding.line_before_casting(

@@ -38,7 +38,7 @@ What crosses the wire?  Per rank, layer and micro-step, with N tokens of C numbe
 When is that less?      FSDP alone gathers all experts of a layer, 3 E M C numbers, twice in each micro-step. With E/t
                         experts on a rank it gathers a t-th of that. This saves more than is sent if 2 * 3 E M > 4 N k,
                         so with many small experts, and not too many tokens on a rank.
-And a checkpoint?       It has whole weights. model.slices says which rows of them this rank has.
+And a checkpoint?       It has whole weights. Share.slices says which rows of them this rank has.
 """
 
 import math
@@ -48,8 +48,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from layout import Share, Slice
 from model import Experts, ModelConfig, TakeRows
-from tensor_manual import Slice
 
 # --- the split --------------------------------------------------------------------------------------------------------
 
@@ -88,33 +88,24 @@ def check(keys, layout, shape):
         )
 
 
-def split(model, ranks):
+def split(model, ranks, share=None):
     """Keep this rank's part of a GPT's experts, in place; from here on the model computes together with other ranks.
 
-    ranks: tensor_manual.Ranks, whose size divides the number of experts. Call it before FSDP. A model on the meta
-    device stays there. Sets model.slices to {name of an expert's parameter: Slice of the rows that are here}.
+    ranks: layout.Ranks, whose size divides the number of experts. share: the Share that is told of the rows that are
+    here. Call it before FSDP. A model on the meta device stays there.
 
     Returns the modules with experts, which FSDP has to shard over the ranks that have the same ones.
     """
-    model.slices, whole_value = {}, model.initial_value
+    share = share or Share()
     for block in model.blocks:
         block.mlp.experts = SharedExperts(block.mlp.experts, ranks)
     for name, parameter in [*model.named_parameters()]:
         if '.experts.' in name:
             module_name, _, own_name = name.rpartition('.')
             rows = parameter.shape[0] // ranks.size
-            model.slices[name] = Slice(parameter.shape, 0, ((ranks.rank * rows, rows),))
-            part = model.slices[name].of(parameter.detach()).clone()
+            share.slices[name] = Slice(parameter.shape, 0, ((ranks.rank * rows, rows),))
+            part = share.slices[name].of(parameter.detach()).clone()
             setattr(model.get_submodule(module_name), own_name, nn.Parameter(part))
-
-    def initial_value(name, parameter, seed, device):
-        """This rank's part of GPT.initial_value(), so that the model is the same for any number of ranks."""
-        if name not in model.slices:
-            return whole_value(name, parameter, seed, device)
-        part = model.slices[name]
-        return part.of(whole_value(name, torch.empty(part.shape, device='meta'), seed, device))
-
-    model.initial_value = initial_value
     return [block.mlp.experts for block in model.blocks]
 
 

@@ -14,8 +14,10 @@ sequence (context) are neighbours among the ranks outside of `tensor`; ranks tha
 (expert) are neighbours within `shard`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 KEYS = {  # the size of an axis: the key that sets it. A script without the key has 1.
     'replica': 'num_replicas',  # copies of the model that train alone for a while (train_diloco.py, train_pool.py)
@@ -128,6 +130,62 @@ def refuse_unless_it_divides(key, value, ranks):
     if ranks % value:
         divisors = ', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise ValueError(f'{key}={value} does not divide {ranks} ranks: use one of {divisors}, or start other ranks')
+
+
+# --- what a rank has --------------------------------------------------------------------------------------------------
+
+
+class Ranks(NamedTuple):
+    """Ranks that hold something together: which one this is, how many there are, and their process group."""
+
+    rank: int
+    size: int
+    group: str  # its name: custom operators take no objects
+
+    @classmethod
+    def of(cls, mesh):
+        """From a DeviceMesh of one dimension."""
+        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+
+
+class Slice(NamedTuple):
+    """A rank's part of a parameter: ranges of its rows (dim 0) or columns (dim 1), one behind the other."""
+
+    shape: tuple  # torch.Size of the whole parameter
+    dim: int | None  # None: the parameter is not cut
+    ranges: tuple  # ((first, length), ...)
+
+    def of(self, whole):
+        """This rank's part of the whole parameter; a view, unless there are several ranges."""
+        import torch  # here, so that --help is quick
+
+        if self.dim is None:
+            return whole
+        parts = [whole.narrow(self.dim, *one) for one in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+@dataclass
+class Share:
+    """What this rank has of the model's parameters, which keep the names of the whole model. FSDP's sharding by rows
+    is not in it: a DTensor says so itself."""
+
+    slices: dict = field(default_factory=dict)  # {name: Slice}, where the rank has some rows or columns
+    elsewhere: frozenset = frozenset()  # names that other stages of a pipeline hold
+    of_base: frozenset = frozenset()  # frozen weights that init_from has, so that checkpoints leave them out
+    first_value: Callable | None = None  # in place of the model's own initial_value
+
+    def initial_value(self, model, name, parameter, seed, device):
+        """This rank's part of the first value of a parameter, so that the model is the same for any number of ranks."""
+        import torch
+
+        whole_value, part = self.first_value or model.initial_value, self.slices.get(name)
+        if part is None:
+            return whole_value(name, parameter, seed, device)
+        return part.of(whole_value(name, torch.empty(part.shape, device='meta'), seed, device))
+
+
+WHOLE = Share()  # of a rank that has everything
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------

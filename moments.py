@@ -126,21 +126,21 @@ class Form(NamedTuple):
 
     dtype: str  # 'bfloat16' or 'int8'
     name: str  # seed and name of the parameter, for chance()
-    part: object = None  # tensor_manual.Slice, if the parameter is cut
+    part: object = None  # layout.Slice, if the parameter is cut
 
 
-def forms_of(model, dtype, seed):
-    """{parameter: Form} for the parameters whose moments are not fp32. Call it after `model` is sharded, if it is."""
+def forms_of(model, dtype, seed, slices):
+    """{parameter: Form} for the parameters whose moments are not fp32. Call it after `model` is sharded, if it is.
+    slices: layout.Share.slices."""
     assert dtype in DTYPES, dtype
-    eligible = in_8_bits(model) if dtype == 'int8' else set(model.parameters()) if dtype == 'bfloat16' else ()
-    slices = getattr(model, 'slices', {})
+    eligible = in_8_bits(model, slices) if dtype == 'int8' else set(model.parameters()) if dtype == 'bfloat16' else ()
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {p: Form(dtype, f'{seed} {name}', slices.get(name)) for name, p in named if p in eligible}
 
 
-def in_8_bits(model):
-    """The parameters whose moments `int8` stores in 8 bits, see above."""
-    matrices, tables, slices = set(), set(), getattr(model, 'slices', {})
+def in_8_bits(model, slices):
+    """The parameters whose moments `int8` stores in 8 bits, see above. slices: layout.Share.slices."""
+    matrices, tables = set(), set()
     for name, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding) or name.rpartition('.')[2] in ('head', 'lm_head')
         for own_name, parameter in module.named_parameters(recurse=False):

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import moments
+from layout import WHOLE
 from moments import in_parts, local
 
 SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
@@ -51,6 +52,7 @@ PIECE = 2**23  # on a GPU, for moments in fewer bits: rounding them takes some 6
 def make_optimizer(
     model, optimizer, learning_rate, beta1, beta2, weight_decay,
     kappa=0.85, delta=8.0, wd_ts=None, max_iters=None, compile=False, dtype='float32', seed=0,
+    share=WHOLE,
 ):  # fmt: skip
     """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
@@ -63,6 +65,7 @@ def make_optimizer(
     max_iters: AdEMAMix warms alpha and beta3 up over this many steps, the whole run in the paper; None = not at all.
     compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when that pays.
     dtype: of the moments between the steps, 'float32', 'bfloat16' or 'int8' (moments.py). seed: of bfloat16's rounding.
+    share: what this rank has of the model.
 
     'sgd' is theta -= lr * (weight_decay*theta + g); the other equations stand with the updates below. Call this after
     the model is sharded, because sharding replaces the parameters. Raises ValueError for values that do not fit.
@@ -92,7 +95,7 @@ def make_optimizer(
     constants |= {'wd_ts': wd_ts if decaying and wd_ts else math.inf, 'warmup': max_iters or 0, 'update': optimizer}
     if optimizer == 'muon':
         return Muon(groups, hidden, constants, compile)
-    forms = moments.forms_of(model, dtype, seed)
+    forms = moments.forms_of(model, dtype, seed, share.slices)
     return (AdamW if optimizer == 'adamw' else Elementwise)(groups, constants, compile, forms)
 
 
@@ -141,14 +144,14 @@ def assert_each_in_one_group(model, groups):
     assert found == trainable, f'{len(found)} parameters in groups, the model has {len(trainable)}'
 
 
-def from_config(model, config, device):
+def from_config(model, config, device, share=WHOLE):
     """make_optimizer() with the keys of a script's config. device: where the update computes."""
     dtype = config.optimizer_dtype
     return make_optimizer(
         model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
         config.kappa, config.delta, config.wd_ts, config.max_iters,
         compile=config.compile and compiling_repays(config.max_iters, model.parameters(), device, dtype),
-        dtype=dtype, seed=config.seed,
+        dtype=dtype, seed=config.seed, share=share,
     )  # fmt: skip
 
 

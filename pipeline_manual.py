@@ -180,8 +180,9 @@ class Stage(nn.Module):
     The embedding is with part 0, the final norm and the head with the last part. A tied embedding is on both of these
     stages, and under both of its names, so that optimizer and checkpoint treat it as they do in the whole model."""
 
-    def __init__(self, model, stage, stages, chunks):
-        """model: on the meta device, so that what other stages hold costs nothing."""
+    def __init__(self, model, stage, stages, chunks, share=None):
+        """model: on the meta device, so that what other stages hold costs nothing. share: the Share that is told what
+        other stages hold."""
         super().__init__()
         self.config, self.compute_dtype, self.cross_entropy = model.config, model.compute_dtype, model.cross_entropy
         self.last = stages * chunks - 1
@@ -197,8 +198,9 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({str(number): model.blocks[number] for part in parts for number in self.of(part)})
         self.final_norm = model.final_norm if is_last else None
         self.head = model.head if is_last or self.holds_tied else None
-        # What else is in a checkpoint: checkpoint.load() leaves it to the other stages.
-        self.names_elsewhere = {name for name, _ in model.named_parameters()} - {n for n, _ in self.named_parameters()}
+        if share is not None:  # what else is in a checkpoint: checkpoint.load() leaves it to the other stages
+            here = {name for name, _ in self.named_parameters()}
+            share.elsewhere = frozenset(name for name, _ in model.named_parameters() if name not in here)
 
     def of(self, part):
         """Numbers of the blocks of a part."""

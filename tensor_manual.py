@@ -36,12 +36,11 @@ What crosses the wire?  Per rank, micro-step and layer 8 (t-1)/t B T C numbers i
                         token.
 What does a rank hold?  A smaller model, with H/t heads and an MLP of M/t. FSDP shards it over the ranks that have the
                         same part.
-And a checkpoint?       It has whole matrices. model.slices says which part of each this rank has.
+And a checkpoint?       It has whole matrices. Share.slices says which part of each this rank has.
 """
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,39 +49,12 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from exchange import collectives
+from layout import Share, Slice
 from model import Linear, ModelConfig
 from optim import local
 
 # How a module's parameters are cut: 0 by rows, which are outputs; 1 by the columns of the weight, which are inputs.
 CUT_ALONG = {'qkv': 0, 'up': 0, 'gate': 0, 'embed': 0, 'head': 0, 'proj': 1, 'down': 1}
-
-
-class Ranks(NamedTuple):
-    """The ranks that hold each matrix together: which one this is, how many there are, and their process group."""
-
-    rank: int
-    size: int
-    group: str  # its name: custom operators take no objects
-
-    @classmethod
-    def of(cls, mesh):
-        """From a DeviceMesh of one dimension."""
-        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
-
-
-class Slice(NamedTuple):
-    """A rank's part of a parameter: ranges of its rows (dim 0) or columns (dim 1), one behind the other."""
-
-    shape: torch.Size  # of the whole parameter
-    dim: int | None  # None: the parameter is not cut
-    ranges: tuple  # ((first, length), ...)
-
-    def of(self, whole):
-        """This rank's part of the whole parameter; a view, unless there are several ranges."""
-        if self.dim is None:
-            return whole
-        parts = [whole.narrow(self.dim, *one) for one in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 # --- the split --------------------------------------------------------------------------------------------------------
@@ -127,18 +99,19 @@ def check(keys, layout, shape):
 class Split:
     """Cuts a GPT in place: it keeps this rank's part of every matrix, and computes together with the other ranks."""
 
-    def __init__(self, model, ranks):
-        """model: a GPT, or a pipeline_manual.Stage of one, before FSDP. One on the meta device stays there. Sets
-        model.slices to {name of a parameter: Slice}.
+    def __init__(self, model, ranks, share=None):
+        """model: a GPT, or a pipeline_manual.Stage of one, before FSDP. One on the meta device stays there. share: the
+        Share that is told of all slices.
 
         ranks.size has to divide the numbers of query and key/value heads, mlp_hidden_dim, the rows of the embedding and
         the tokens of a sequence; check() refuses others.
         """
-        self.model, self.ranks = model, ranks
-        model.slices = {name: slice_of(model, name, p.shape, ranks) for name, p in model.named_parameters()}
+        self.model, self.ranks, self.share = model, ranks, share or Share()
+        slices = {name: slice_of(model, name, p.shape, ranks) for name, p in model.named_parameters()}
+        self.share.slices.update(slices)
         for name, parameter in [*model.named_parameters()]:
             module_name, _, own_name = name.rpartition('.')
-            part = model.slices[name].of(parameter.detach()).clone()
+            part = slices[name].of(parameter.detach()).clone()
             setattr(model.get_submodule(module_name), own_name, nn.Parameter(part))
         blocks = [*model.blocks.children()]
         for block in blocks:
@@ -158,16 +131,10 @@ class Split:
             model.pos_embed = PositionEmbedding(model.pos_embed, ranks)
         model.cross_entropy = partial(cross_entropy, ranks=ranks)
         model.whole_head = lambda: all_gather(model.head.weight[None], ranks.size, ranks.group)[0]
-        self.whole_value, model.initial_value = model.initial_value, self.initial_value
-
-    def initial_value(self, name, parameter, seed, device):
-        """This rank's part of GPT.initial_value(), so that the model is the same for any number of ranks."""
-        part = self.model.slices[name]
-        return part.of(self.whole_value(name, torch.empty(part.shape, device='meta'), seed, device))
 
     def on_all_ranks(self):
         """The parameters that are not cut, and so have the same values on all ranks."""
-        return [self.model.get_parameter(name) for name, part in self.model.slices.items() if part.dim is None]
+        return [self.model.get_parameter(name) for name, part in self.share.slices.items() if part.dim is None]
 
     def sum_partial_gradients(self):
         """Sum the gradients of uncut parameters: each rank has those of its tokens. One all-reduce, after backward."""

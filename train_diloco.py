@@ -47,8 +47,8 @@ import expert_manual
 import fsdp_manual
 import offload
 import optim
-import tensor_manual
 from exchange import diloco_check
+from layout import Ranks
 from model import balance_experts, is_load
 from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
@@ -73,7 +73,7 @@ replica, shard_size = whole_mesh.get_local_rank('replica'), mesh.size()
 expert_mesh, experts = None, []
 if config.expert_parallel > 1:  # experts are sharded over fewer ranks than other weights: those that hold the same ones
     expert_mesh = run.layout.expert_mesh(device, config.timeout_s)
-    experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
+    experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), run.share)
     expert_mesh = expert_mesh['shard']
 # A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
@@ -101,7 +101,7 @@ else:
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
 home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
 initialise(raw_model, run, home)  # fp32 master weights, the same in every replica
-opt = optim.from_config(raw_model, config, home)
+opt = optim.from_config(raw_model, config, home, run.share)
 if config.cpu_offload == 'optimizer':
     opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
@@ -121,7 +121,7 @@ make_outer = functools.partial(
     num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,
     dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
     timeout=timedelta(seconds=config.timeout_s), error_decay=config.error_decay, k=config.exchange_k,
-    own=loads, in_whole=functools.partial(checkpoint.in_whole, raw_model),
+    own=loads, in_whole=functools.partial(checkpoint.in_whole, run.share),
 )  # fmt: skip
 outer = make_outer()
 
@@ -130,7 +130,8 @@ step, saved = 0, {}
 if found:
     saved = checkpoint.read_state(found)
     run.check_resume(saved)
-    checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # outer parameters and this replica's moments
+    # Outer parameters, and the moments of this replica.
+    checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved), run.share)
     # Then the state that only DiLoCo has; checkpoints of train_ddp.py and train_fsdp.py lack it.
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])

@@ -41,6 +41,7 @@ import fsdp_manual
 import offload
 import optim
 import tensor_manual
+from layout import Ranks
 from model import balance_experts
 from runtime import health
 from runtime.begin import begin, initialise, make_model
@@ -62,12 +63,12 @@ context = tensor = None
 if config.context_parallel > 1:
     context = context_manual.Context(run.layout, config.context_impl, device, config.timeout_s)
 if config.tensor_parallel > 1:
-    tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
+    tensor = tensor_manual.Split(raw_model, Ranks.of(mesh['tensor']), run.share)
     mesh = mesh[mesh.mesh_dim_names[:-1]]
 expert_mesh, experts = None, []
 if config.expert_parallel > 1:  # experts are sharded over fewer ranks than other weights: those that hold the same ones
     expert_mesh = run.layout.expert_mesh(device, config.timeout_s)
-    experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
+    experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), run.share)
     expert_mesh = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
 # A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
@@ -95,7 +96,7 @@ else:
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
 home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
 initialise(raw_model, run, home)  # fp32 master weights; each rank keeps its slice
-opt = optim.from_config(raw_model, config, home)
+opt = optim.from_config(raw_model, config, home, run.share)
 if config.cpu_offload == 'optimizer':
     opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)

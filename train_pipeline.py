@@ -34,6 +34,7 @@ import data
 import optim
 import pipeline_manual
 import tensor_manual
+from layout import Ranks
 from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
@@ -50,16 +51,17 @@ mesh = run.layout.mesh(device, config.timeout_s)
 ranks_of_stage = world_size // stages
 stage, rank_of_stage = divmod(rank, ranks_of_stage)
 raw_model = make_model(run)  # on the meta device
-raw_model = pipeline_manual.Stage(raw_model, stage, stages, chunks)  # its blocks; the others are dropped, still on meta
+# Its blocks; the others are dropped, still on meta.
+raw_model = pipeline_manual.Stage(raw_model, stage, stages, chunks, run.share)
 tensor = None
 if config.tensor_parallel > 1:
-    tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
+    tensor = tensor_manual.Split(raw_model, Ranks.of(mesh['tensor']), run.share)
 model = pipeline_manual.Pipeline(raw_model, mesh, batch_size)
 timetable = pipeline_manual.timetable(stages, chunks, run.layout.micro_steps)
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
 initialise(raw_model, run)  # fp32 master weights of this stage, the same on all its copies
-opt = optim.from_config(raw_model, config, device)
+opt = optim.from_config(raw_model, config, device, run.share)
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 

@@ -117,7 +117,7 @@ step, saved = 0, {}
 if found:  # its inner moments continue; its outer parameters count only if this job founds the pool
     saved = checkpoint.read_state(found)
     run.check_resume(saved)
-    checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))
+    checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved), run.share)
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     health.resume_loss_scale(scaler, saved.get('scalers', [saved['scaler']])[0])
 diloco_check.check_start(outer, step, config.max_iters)  # raises if max_iters ends inside a round

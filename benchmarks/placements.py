@@ -26,7 +26,7 @@ import fsdp_manual
 import optim
 import pipeline_manual
 import tensor_manual
-from layout import Layout
+from layout import Layout, Ranks, Share
 from model import GPT, ModelConfig
 from planning import layouts
 from runtime import begin
@@ -129,29 +129,31 @@ def _held(strategy, keys, config, rank):
     numbers = numbers_of(GPT(ModelConfig.from_keys(keys)))
     first_of = {name: int(value.flatten()[0]) for name, value in numbers.items()}
     held = Held({name: value.shape for name, value in numbers.items()})
-    raw_model.initial_value = lambda name, parameter, seed, device: numbers[name].clone()
+    share = Share(first_value=lambda name, parameter, seed, device: numbers[name].clone())
 
     # As the train scripts do it, from "SHARD" or "STAGE" on.
     model, layout = raw_model, Layout.of(keys, strategy, RANKS)
     if strategy == 'pipeline':
         mesh = layout.mesh(device, config.timeout_s)
-        model = raw_model = pipeline_manual.Stage(raw_model, mesh.get_local_rank('stage'), config.pipeline_stages, 1)
+        model = raw_model = pipeline_manual.Stage(
+            raw_model, mesh.get_local_rank('stage'), config.pipeline_stages, 1, share
+        )
     if strategy in ('fsdp', 'diloco'):
         mesh = layout.mesh(device, config.timeout_s)
         expert_mesh, experts = None, []
         if strategy == 'diloco':
             held.copy, mesh = mesh.get_local_rank('replica'), mesh['shard']
         elif config.tensor_parallel > 1:
-            tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
+            tensor_manual.Split(raw_model, Ranks.of(mesh['tensor']), share)
             mesh = mesh[mesh.mesh_dim_names[:-1]]
         if config.expert_parallel > 1:
             expert_mesh = layout.expert_mesh(device, config.timeout_s)
-            experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
+            experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), share)
             expert_mesh = expert_mesh['shard']
         model = fsdp_manual.shard(
             raw_model, raw_model.blocks, mesh, torch.float32, config.zero_stage, 1, False, experts, expert_mesh
         )
-    run = SimpleNamespace(found=None, start_from=None, pretrained=None, config=config, device=device)
+    run = SimpleNamespace(found=None, start_from=None, pretrained=None, config=config, device=device, share=share)
     begin.initialise(raw_model, run)
 
     # First the weights at rest. Then a step whose gradients are the same numbers; with beta1 = 0 Adam's first moments
@@ -177,7 +179,7 @@ def _held(strategy, keys, config, rank):
     model(tokens, tokens)[0].backward()
     weight_of = {weight: unit for unit in model.units for weight in unit.weights}
     name_of, modules = {}, {module: module_name for module_name, module in raw_model.named_modules()}
-    slices = getattr(raw_model, 'slices', {})  # this rank's part of matrices or experts: no more is gathered
+    slices = share.slices  # this rank's part of matrices or experts: no more is gathered
 
     def mark_whole(kind, name):
         part = slices[name].of(numbers[name]) if name in slices else numbers[name]

@@ -52,8 +52,12 @@ def freeze(model, pretrained):
     trained = (block for block in model.blocks if any(parameter.requires_grad for parameter in block.parameters()))
     for block in [*trained][:1]:
         block.register_forward_pre_hook(with_gradient)
-    tensors = model.state_dict(keep_vars=True).items() if pretrained.lora_rank else ()
-    model.names_of_base = {name for name, tensor in tensors if not tensor.requires_grad and not is_lora(name)}
+
+
+def names_of_base(model):
+    """The frozen weights of a model with LoRA, which the folder of its base has."""
+    tensors = model.state_dict(keep_vars=True).items()
+    return frozenset(name for name, tensor in tensors if not tensor.requires_grad and not is_lora(name))
 
 
 def with_gradient(block, args):

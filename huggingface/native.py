@@ -2,7 +2,7 @@
 The model of a Hugging Face folder, computed by model.py instead of `transformers`: --native=True.
 
     model_config = model_config_of(pretrained)      # a ModelConfig; ValueError names a property that model.py lacks
-    model.initial_value = Weights(pretrained, model_config).initial_value    # from here on as from scratch
+    share.first_value = Weights(pretrained, model_config).initial_value    # from here on as from scratch
     line = self_test(pretrained, model_config)      # checks that logits equal those of transformers' class
     weights = weights_for_transformers(weights, state)   # a checkpoint's, under transformers' names
 

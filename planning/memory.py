@@ -27,6 +27,7 @@ from planning.sizes import (
     dense_and_experts,
     gathered_bytes,
     held_model,
+    held_slices,
     hidden_matrices,
     keys_and_values,
     message_bytes,
@@ -293,7 +294,7 @@ def moment_bytes(config, model, shard_size=1, parameters=None):
     if dtype == 'float32':
         return FP32 * moments(config, model, shard_size, parameters)
     parameters = parameters or list(model.parameters())
-    eligible = in_8_bits(model) if dtype == 'int8' else {*parameters}
+    eligible = in_8_bits(model, held_slices(config)) if dtype == 'int8' else {*parameters}
     trained = trained_of(parameters)
     shapes = {p: (math.ceil(p.shape[0] / pieces(p, shard_size)), *p.shape[1:]) for p in trained}
     per_moment = sum(bytes_held(shape, dtype if p in eligible else 'float32') for p, shape in shapes.items())

@@ -17,6 +17,7 @@ import expert_manual
 import float8
 import tensor_manual
 from huggingface import finetune, lora
+from layout import Ranks, Share
 from model import GPT, ModelConfig
 from pipeline_manual import blocks_of_stages
 
@@ -37,18 +38,18 @@ def empty_model(config, device='meta'):
         return GPT(ModelConfig.from_keys(config))
 
 
-def part_of_rank(config, device='meta'):
+def part_of_rank(config, device='meta', share=None):
     """The part of that model which a rank has before FSDP shards it: with tensor_parallel a part of each matrix, with
     expert_parallel some of the experts. The parameters of these experts get an attribute `sharing`, the number of ranks
-    that share the experts."""
+    that share the experts. share: the layout.Share that is told of the slices."""
     model = empty_model(config, device)
     model.compute_dtype = getattr(torch, config['dtype'])
     if config.get('matmul_dtype'):
         float8.convert(model)
     if (ranks := config.get('tensor_parallel', 1)) > 1:
-        tensor_manual.Split(model, tensor_manual.Ranks(0, ranks, group=''))
+        tensor_manual.Split(model, Ranks(0, ranks, group=''), share)
     if (ranks := config.get('expert_parallel', 1)) > 1:
-        for experts in expert_manual.split(model, tensor_manual.Ranks(0, ranks, group='')):
+        for experts in expert_manual.split(model, Ranks(0, ranks, group=''), share):
             for parameter in experts.parameters():
                 parameter.sharing = ranks
     return model
@@ -62,8 +63,16 @@ def held_model(config, model):
         return model
     key = repr([config.get(name) for name in PARTS_DEPEND_ON])
     if key not in known_parts:
-        known_parts[key] = part_of_rank(config)
-    return known_parts[key]
+        share = Share()
+        known_parts[key] = part_of_rank(config, share=share), share
+    return known_parts[key][0]
+
+
+def held_slices(config):
+    """Share.slices of the first rank: which part it has of the parameters of held_model()."""
+    if held_model(config, None) is None:
+        return {}
+    return known_parts[repr([config.get(name) for name in PARTS_DEPEND_ON])][1].slices
 
 
 @lru_cache(maxsize=64)

@@ -19,6 +19,7 @@ from planning.sizes import (
     counts_of,
     gathered_bytes,
     held_model,
+    held_slices,
     hidden_matrices,
     keys_and_values,
     message_bytes,
@@ -172,7 +173,7 @@ def sent_by_tensor(config, model, parameters, micro_steps, shard_size, blocks, e
     tensor, collectives_per_block = config['tensor_parallel'], TENSOR_COLLECTIVES[config['activation_checkpointing']]
     times = blocks * collectives_per_block + 2 * sum(ends)
     bytes_per_token = times * config['n_embd'] * BYTES[config['dtype']] / tensor + 3 * FP32 * ends[1]
-    is_whole = {model.get_parameter(name) for name, part in model.slices.items() if part.dim is None}
+    is_whole = {model.get_parameter(name) for name, part in held_slices(config).items() if part.dim is None}
     partial_gradients = count((parameter for parameter in parameters if parameter in is_whole), shard_size)
     activations = micro_steps * (tensor - 1) * tokens_of_rank(config) * bytes_per_token
     return activations, 2 * (tensor - 1) * FP32 * partial_gradients / tensor

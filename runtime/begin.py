@@ -32,7 +32,7 @@ from dataset.mixture import names_in, parse_stages
 from dataset.windows import read_meta
 from evaluation import in_run
 from huggingface import finetune, lora, native
-from layout import Layout, choose_sizes
+from layout import Layout, Share, choose_sizes
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from planning import checks, report, rules
 from runtime import batches, best, checkpoint, health
@@ -62,6 +62,7 @@ class Run:
     model_config: object = None  # a ModelConfig; without native that of a Hugging Face model is `pretrained` itself
     tasks: object = None  # in_run.Evaluation
     layout: Layout | None = None  # how the ranks divide the work
+    share: Share = field(default_factory=Share)  # what this rank has of the model; the script says so where it cuts it
     tokens_per_step: int = 0
     identity: dict | None = None  # what a checkpoint must have in common with this run to be resumed
     found: str | None = None  # the checkpoint in out_dir that the run resumes from
@@ -103,7 +104,7 @@ class Run:
         if self.found is None:
             return 0, {}
         self.check_resume(checkpoint.read_state(self.found))
-        state = checkpoint.load(self.found, model, optimizer)
+        state = checkpoint.load(self.found, model, optimizer, share=self.share)
         health.resume_loss_scale(scaler, state['scaler'])
         return state['step'], state
 
@@ -606,12 +607,12 @@ def make_model(run):
                 finetune.refuse_scalars(model)
             elif run.strategy == 'ddp':
                 lora.compute_from_stored(model)
-            if run.base is None:
-                model.names_of_base = ()
+            if run.base is not None:
+                run.share.of_base = lora.names_of_base(model)
         else:
             model = GPT(run.model_config, run.compute_dtype)
     if config.native and run.found is None:
-        model.initial_value = native.Weights(run.pretrained, run.model_config).initial_value
+        run.share.first_value = native.Weights(run.pretrained, run.model_config).initial_value
     if config.matmul_dtype:
         float8.convert(model)
     offload.checkpoint_activations(model, config.activation_checkpointing)
@@ -643,7 +644,7 @@ def initialise(model, run, device=None):
     if run.found and run.base is None:  # resume() will load all weights
         return
     if run.start_from:
-        checkpoint.load(run.start_from, model)
+        checkpoint.load(run.start_from, model, share=run.share)
         return
     if run.pretrained and not run.config.native:
         finetune.load(model, run.pretrained, run.config.seed)  # every rank reads the rows that it keeps
@@ -652,7 +653,7 @@ def initialise(model, run, device=None):
     if run.pretrained:
         parameters = processes.progress(f'loading {run.config.init_from}', parameters)
     for name, parameter in parameters:
-        value = model.initial_value(name, parameter, run.config.seed, run.device)
+        value = run.share.initial_value(model, name, parameter, run.config.seed, run.device)
         if isinstance(parameter, DTensor):
             # Every rank has computed the whole value and keeps only its slice, which needs no communication.
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import moments
+from layout import WHOLE
 from model import is_load
 from runtime.best import step_of_best
 from runtime.checkpoint_parts import (
@@ -289,7 +290,7 @@ class Saver:
         self.pending = None  # Future of the save that the thread is writing
         self.copies = {}  # key -> host memory, reused: the first touch of fresh memory costs ten times the copy
 
-    def save(self, step, model, optimizer, state, more=None, optimizer_key='optim', best=None):
+    def save(self, step, model, optimizer, state, more=None, optimizer_key='optim', best=None, share=WHOLE):
         """Save as step_XXXXXXXX; with async_save, first wait for the previous save. Collective.
 
         model: the module itself, not its DistributedDataParallel wrapper, whose names begin with 'module.'.
@@ -299,6 +300,7 @@ class Saver:
             same key. Ranks may have different keys.
         optimizer_key: replaces 'optim' where optimizer states differ between ranks, as between the replicas of DiLoCo.
         best: the step of a checkpoint to keep beside the newest ones; it may be this one.
+        share: what this rank has of the model.
         If a rank fails, all ranks raise: OSError for a full or broken disk, RuntimeError for anything else. With
         async_save, the next save() or wait() raises it. Raises ValueError for weights that are not finite. Older
         checkpoints survive a failed save.
@@ -306,7 +308,7 @@ class Saver:
         if self.keep == 0:
             return
         self._go_on_after(self._finish_pending)
-        tensors = self._checked_share(step, tensors_to_save(model, optimizer, optimizer_key) | (more or {}))
+        tensors = self._checked_share(step, tensors_to_save(model, optimizer, optimizer_key, share) | (more or {}))
         state = json.dumps({**state, 'step': step}, indent=1)  # now, since the caller may change it during the writing
         if self.thread is None:
             self._go_on_after(lambda: self._write(step, tensors, state, best))
@@ -515,11 +517,9 @@ def names_of_tensors(model):
     return names
 
 
-def in_whole(model, name, tensor):
-    """A parameter of this name, or one of its moments. If the model is cut over ranks (model.slices), as the part of
-    the whole tensor that it is."""
-    slices = getattr(model, 'slices', {})
-    return CutTensor(tensor, slices[name]) if name in slices and tensor.dim() else tensor
+def in_whole(share, name, tensor):
+    """A parameter of this name, or one of its moments; if it is cut over ranks, as the part of the whole that it is."""
+    return CutTensor(tensor, share.slices[name]) if name in share.slices and tensor.dim() else tensor
 
 
 def as_saved(tensor):
@@ -527,14 +527,14 @@ def as_saved(tensor):
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
-def tensors_to_save(model, optimizer, optimizer_key='optim'):
+def tensors_to_save(model, optimizer, optimizer_key='optim', share=WHOLE):
     """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is exp_avg, for example. Leaves out the weights
-    that init_from has (model.names_of_base). Moments kept in fewer bits are converted to fp32 as they are written."""
-    names, base = names_of_tensors(model), getattr(model, 'names_of_base', ())
+    that init_from has (share.of_base). Moments kept in fewer bits are converted to fp32 as they are written."""
+    names = names_of_tensors(model)
     tensors = {
-        f'model.{name}': in_whole(model, name, as_saved(tensor.detach()))
+        f'model.{name}': in_whole(share, name, as_saved(tensor.detach()))
         for tensor, name in names.items()
-        if name not in base
+        if name not in share.of_base
     }
     for parameter, slots in optimizer.state.items():
         name = names[parameter]
@@ -542,10 +542,10 @@ def tensors_to_save(model, optimizer, optimizer_key='optim'):
             if slot.endswith(moments.SCALES):
                 continue
             if value.dtype in (torch.uint8, torch.bfloat16):
-                like, make = in_whole(model, name, parameter.detach()), partial(moments.in_fp32, slots, slot)
+                like, make = in_whole(share, name, parameter.detach()), partial(moments.in_fp32, slots, slot)
                 tensors[f'{optimizer_key}.{name}.{slot}'] = MadeLater(like, make)
             else:
-                tensors[f'{optimizer_key}.{name}.{slot}'] = in_whole(model, name, value)
+                tensors[f'{optimizer_key}.{name}.{slot}'] = in_whole(share, name, value)
     others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | CutTensor | MadeLater)]
     assert not others, f'only tensors can be saved (anything else would be pickled), not {others[:3]}'
     return tensors
@@ -573,27 +573,25 @@ def check_identity(saved, current, prefix=''):
             raise ValueError(f'the checkpoint has {prefix}{key}={was!r}, you ask for {now!r}: use another --out_dir')
 
 
-def load(path, model, optimizer=None, optimizer_key='optim'):
+def load(path, model, optimizer=None, optimizer_key='optim', share=WHOLE):
     """Load a checkpoint in place, whatever strategy and number of ranks wrote it, and return its state. Collective.
 
     model: the module itself, of plain tensors or DTensors. optimizer: gets state for exactly those parameters that had
-    some when the checkpoint was written, and keeps its own param_groups. optimizer_key: see Saver.save().
+    some when the checkpoint was written, and keeps its own param_groups. optimizer_key, share: see Saver.save().
     The returned state's 'step' is that of the weights; DiLoCo's replicas may have trained beyond it.
     Raises ValueError if names, shapes or dtypes differ from the model's: DCP would silently ignore a surplus tensor and
     convert a dtype. Raises OSError if a file cannot be read.
     """
     prefixes = ('model.',) if optimizer is None else ('model.', f'{optimizer_key}.')
     # In a stage of a pipeline: parameters that the other stages load.
-    elsewhere = {
-        f'{kind}.{name}' for name in getattr(model, 'names_elsewhere', ()) for kind in ('model', optimizer_key)
-    }
+    elsewhere = {f'{kind}.{name}' for name in share.elsewhere for kind in ('model', optimizer_key)}
     saved = {key: tensor for key, tensor in read_index(path).items() if key.startswith(prefixes)}
     saved = {key: saved[key] for key in saved if not elsewhere & {key, key.rpartition('.')[0]}}
     names = names_of_tensors(model)
-    base = {f'model.{name}' for name in getattr(model, 'names_of_base', ())}  # already loaded from init_from
+    base = {f'model.{name}' for name in share.of_base}  # already loaded from init_from
     base = base if base.isdisjoint(saved) else ()
     targets = {
-        f'model.{name}': in_whole(model, name, as_saved(tensor.detach()))
+        f'model.{name}': in_whole(share, name, as_saved(tensor.detach()))
         for tensor, name in names.items()
         if f'model.{name}' not in base
     }
@@ -615,7 +613,7 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
                     value = torch.zeros((), dtype=tensor.dtype)  # `step`
                 if key not in in_fewer_bits:
                     optimizer_state.setdefault(index, {})[slot] = value
-                targets[key] = in_whole(model, names[parameters[index]], value)
+                targets[key] = in_whole(share, names[parameters[index]], value)
 
     # A fine-tuning run may begin to balance its experts when it resumes, or end it; at first the load is uniform.
     for key in filter(is_load, saved.keys() ^ targets.keys()):
@@ -637,7 +635,7 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
             put_back(tensor, targets[f'model.{name}'], path, name)
     if optimizer is not None:
         if getattr(optimizer, 'forms', None):
-            read_in_fewer_bits(path, model, optimizer, in_fewer_bits, optimizer_state)
+            read_in_fewer_bits(path, model, optimizer, in_fewer_bits, optimizer_state, share)
         # load_state_dict also moves each tensor to where this optimizer wants it: fused AdamW has `step` on the GPU.
         optimizer.load_state_dict({'state': optimizer_state, 'param_groups': optimizer.state_dict()['param_groups']})
     state = read_state(path)
@@ -654,7 +652,7 @@ def put_back(frozen, saved, path, name):
         raise ValueError(f'checkpoint {path} has {name} in more digits than bfloat16: use --frozen_dtype=float32')
 
 
-def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, part_bytes=2**28):
+def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, share, part_bytes=2**28):
     """Read the moments that the optimizer keeps in fewer bits than fp32, and add them to optimizer_state, {index of a
     parameter: slots}. keys: {key: (index, slot)}.
 
@@ -675,7 +673,7 @@ def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, part_bytes
     for part in parts + [[]] * (max(most) - len(parts)):
         values = {key: torch.zeros_like(parameters[keys[key][0]], requires_grad=False) for key in part}
         read_tensors(
-            path, {key: in_whole(model, names[parameters[keys[key][0]]], value) for key, value in values.items()}
+            path, {key: in_whole(share, names[parameters[keys[key][0]]], value) for key, value in values.items()}
         )
         for key, value in values.items():
             index, slot = keys[key]

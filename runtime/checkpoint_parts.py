@@ -1,5 +1,5 @@
 """
-How a rank's part of a tensor that is cut over ranks (model.slices) is described to torch.distributed.checkpoint (DCP).
+How a rank's part of a tensor that is cut over ranks (layout.Share) is described to torch.distributed.checkpoint (DCP).
 
 Tensor parallelism gives a rank several ranges of rows of a fused matrix, which no DTensor can express. With the two
 planners below, DCP writes each range at its place in the whole tensor and reads it from there, so that the checkpoint
@@ -19,7 +19,7 @@ class CutTensor:
     """This rank's part of a tensor that is cut over ranks, with the methods that DCP calls on a tensor."""
 
     def __init__(self, tensor, part):
-        """tensor: this rank's part, which may be sharded by rows (DTensor). part: the tensor_manual.Slice."""
+        """tensor: this rank's part, which may be sharded by rows (DTensor). part: the layout.Slice."""
         self.shape, self.dtype, self.local = part.shape, tensor.dtype, local_piece(tensor)
         self.rows = {}  # where a range begins in the whole tensor -> its rows in `local`
         rows, begin = self.local.shape[0], 0  # and where `local` begins in the part

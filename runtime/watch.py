@@ -244,7 +244,7 @@ class Watch:
         state |= {'base': self.run.base} if self.run.base else {}
         best = self.best.step if self.best.is_kept else None
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-            self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key, best)
+            self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key, best, self.run.share)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

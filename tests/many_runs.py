@@ -111,10 +111,10 @@ def running_ahead(reads):
         yield
 
 
-def whole(model, tensors, ranks):
-    """{name: whole tensor} from `tensors`, {name: this rank's part}, of the first `ranks` ranks. Collective."""
+def whole(slices, tensors, ranks):
+    """{name: whole tensor} from `tensors`, {name: this rank's part}, of the first `ranks` ranks. slices: those of this
+    rank's Share. Collective."""
     full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
-    slices = getattr(model, 'slices', {})
     found = {name: tensor.clone() for name, tensor in full.items() if name not in slices}
     if slices:
         everybodys = [None] * dist.get_world_size()
@@ -132,13 +132,13 @@ def noting(gradients):
     models, make_model, clip = [], begin.make_model, optim.clip_grad_norm_
 
     def note_model(run):
-        models.append((make_model(run), run.world_size // getattr(run.config, 'num_replicas', 1)))
+        models.append((make_model(run), run.share, run.world_size // getattr(run.config, 'num_replicas', 1)))
         return models[-1][0]
 
     def note_gradients(*args):
-        model, ranks = models[-1]
+        model, share, ranks = models[-1]
         of_rank = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        gradients.append(whole(model, of_rank, ranks))
+        gradients.append(whole(share.slices, of_rank, ranks))
         return clip(*args)
 
     with (
@@ -246,13 +246,14 @@ def run(case, number):
         outer = names['make_outer']() if 'make_outer' in names else None  # DiLoCo's; resumed as in train_diloco.py
         if outer:
             optimizer_keys = [outer.optimizer_key(state), outer.optimizer_key()]
-        checkpoint.load(path, names['raw_model'], names['opt'], optimizer_keys[0])
+        share = names['run'].share
+        checkpoint.load(path, names['raw_model'], names['opt'], optimizer_keys[0], share)
         if outer:
             outer.resume(state, functools.partial(checkpoint.read_tensors, path, missing_ok=True))
             more = outer.tensors(mid_round=False)
         checkpoint.prepare(folder)
         saver = checkpoint.Saver(folder, keep=1)
-        saver.save(state['step'], names['raw_model'], names['opt'], state, more, optimizer_keys[1])
+        saver.save(state['step'], names['raw_model'], names['opt'], state, more, optimizer_keys[1], share=share)
     if gradients and RANK == 0:
         torch.save(gradients, case['gradients'])
     of_ranks = [None] * dist.get_world_size()

@@ -26,10 +26,10 @@ from short import slow_but
 
 import expert_manual
 import offload
-import tensor_manual
 from dataset import shards
 from dataset.shuffle import sample_windows
 from keys import Keys
+from layout import Ranks, Share
 from model import Experts
 from runtime import meter
 
@@ -265,18 +265,17 @@ def test_replicas_of_shared_experts_are_those_of_one_rank_each(replicas, name):
 # --- what ranks exchange: without FSDP -------------------------------------------------------------------------------
 
 
-def divided(weights, mode):
-    """A GPT whose experts are divided among all ranks."""
-    model, world = make_model(), dist.group.WORLD.group_name
-    expert_manual.split(model, tensor_manual.Ranks(dist.get_rank(), dist.get_world_size(), world))
+def divided(weights, mode, share=None):
+    """A GPT whose experts are divided among all ranks. share: a Share that is told how."""
+    model, world, share = make_model(), dist.group.WORLD.group_name, share or Share()
+    expert_manual.split(model, Ranks(dist.get_rank(), dist.get_world_size(), world), share)
     model.to_empty(device='cpu').checkpoint_activations(mode)
-    load(model, weights)
+    load(model, weights, share.slices)
     return model
 
 
 @torch.no_grad()
-def load(model, weights):
-    slices = getattr(model, 'slices', {})
+def load(model, weights, slices):
     for name, parameter in model.named_parameters():
         parameter.copy_(slices[name].of(weights[name]) if name in slices else weights[name])
 
@@ -293,7 +292,7 @@ def errors_of_experts(weights):
     ways['all to one expert'] = torch.tensor([0, 7, 0, 0, 0, 0, 0, 0]).repeat(t, 1)
     for name, counts in ways.items():
         alone, shared = make_model().to_empty(device='cpu'), divided(weights, 'none')
-        load(alone, weights)
+        load(alone, weights, {})
         alone, shared = (model.double().blocks[0].mlp.experts for model in (alone, shared))
         # Two tensors of rows: the input, and the factor of each number of the output in the loss.
         of_ranks = [torch.randn(2, n, C, dtype=torch.float64, generator=generator) for n in counts.sum(1).tolist()]
@@ -342,21 +341,22 @@ def errors_of_models(weights, by_halves):
     ):
         with in_float64():
             alone = make_model(compute_dtype=torch.float64).to_empty(device='cpu')
-            load(alone, of)
+            load(alone, of, {})
             exact = [sum(run(alone, batches))] + [parameter.grad for parameter in alone.parameters()]
             found[name], first = 0.0, None
             for mode in ('none', 'full', 'selective'):
-                model = divided(of, mode)
+                share = Share()
+                model = divided(of, mode, share)
                 model.compute_dtype = torch.float64
                 loss = sum(run(model, [batch.chunk(world_size)[rank] for batch in batches]))
                 dist.all_reduce(loss)
                 ours = [loss]
                 for name_of, parameter in model.named_parameters():
-                    if name_of not in model.slices:
+                    if name_of not in share.slices:
                         dist.all_reduce(parameter.grad)
                     ours.append(parameter.grad)
                 whole = [exact[0]] + [
-                    model.slices[n].of(gradient) if n in model.slices else gradient
+                    share.slices[n].of(gradient) if n in share.slices else gradient
                     for (n, _), gradient in zip(alone.named_parameters(), exact[1:], strict=True)
                 ]
                 found[name] = max(found[name], *(error(*pair) for pair in zip(ours, whole, strict=True)))
@@ -481,11 +481,11 @@ def test_bytes_sent_are_those_of_the_rows_that_travel(seen):
 def test_each_rank_begins_with_its_rows_of_the_one_model():
     whole, found = make_model(), {}
     for rank in range(4):
-        model = make_model()
-        experts = expert_manual.split(model, tensor_manual.Ranks(rank, 4, 'of four'))
+        model, share = make_model(), Share()
+        experts = expert_manual.split(model, Ranks(rank, 4, 'of four'), share)
         assert [experts[0].here, experts[0].gate.n_matrices] == [2, 2] and len(experts) == 2
         for name, parameter in model.named_parameters():
-            value = model.initial_value(name, parameter, 7, 'cpu')
+            value = share.initial_value(model, name, parameter, 7, 'cpu')
             assert value.shape == parameter.shape
             found.setdefault(name, []).append(value)
     for name, parameter in whole.named_parameters():
@@ -501,7 +501,7 @@ def test_backward_computes_what_forward_has_chosen(mode):
     tokens = torch.randint(VOCABULARY, (2, T + 1), generator=torch.Generator().manual_seed(1))
     for changes in (False, True):
         model = make_model(router_bias=0.1).to_empty(device='cpu')
-        load(model, weights)
+        load(model, weights, {})
         offload.checkpoint_activations(model, mode)
         loss, _ = model(tokens[:, :-1], tokens[:, 1:])
         for router in model.routers:

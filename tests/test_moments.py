@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import expert_manual
 import moments
 import optim
-import tensor_manual
+from layout import Ranks, Share
 from model import GPT, ModelConfig
 from planning import memory, sizes
 from runtime import checkpoint
@@ -228,7 +228,7 @@ def test_a_tied_head_and_what_is_frozen_have_no_8_bits():
     model.short.weight = model.lm_head.weight = nn.Parameter(torch.zeros(100, 70))
     model.few.weight.requires_grad_(False)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    assert {names[p] for p in moments.forms_of(model, 'int8', 0)} == {'long.weight', 'experts'}
+    assert {names[p] for p in moments.forms_of(model, 'int8', 0, slices={})} == {'long.weight', 'experts'}
 
 
 def test_where_ranks_share_experts_the_same_moments_have_8_bits():
@@ -238,8 +238,10 @@ def test_where_ranks_share_experts_the_same_moments_have_8_bits():
     found = []
     for ranks in (1, 4):
         model = GPT(ModelConfig(arch='qwen3', n_experts=8, **sizes))
-        expert_manual.split(model, tensor_manual.Ranks(0, ranks, 'of so many'))
-        found.append({name for name, p in model.named_parameters() if p in moments.in_8_bits(model)})
+        share = Share()
+        expert_manual.split(model, Ranks(0, ranks, 'of so many'), share)
+        eligible = moments.in_8_bits(model, share.slices)
+        found.append({name for name, p in model.named_parameters() if p in eligible})
     assert found[0] == found[1] and 'blocks.0.mlp.experts.up.weight' in found[0]
     assert model.blocks[0].mlp.experts.up.weight.numel() < moments.SMALLEST
 

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import optim
 import pipeline_manual
 import tensor_manual
-from layout import Layout
+from layout import WHOLE, Layout, Ranks, Share
 from model import GPT, ModelConfig
 from pipeline_manual import Action
 from planning import activations, memory, sizes, traffic
@@ -160,10 +160,10 @@ class Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def filled(model):
+def filled(model, share=WHOLE):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(model.initial_value(name, parameter, 7, 'cpu'))
+            parameter.copy_(share.initial_value(model, name, parameter, 7, 'cpu'))
     return model
 
 
@@ -243,7 +243,7 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
             return times_further(found, of_one_process, exact, floor)
         tensors = [[found[name], of_one_process[name], exact[name]] for name in found]
         if tensor > 1:
-            slices = [module.slices[name].of for name in found]
+            slices = [share.slices[name].of for name in found]
             tensors = [[ours, *map(of, others)] for of, (ours, *others) in zip(slices, tensors, strict=True)]
         return max(times_further(*three) for three in tensors)
 
@@ -252,10 +252,11 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     with torch.device('meta'):
         whole = GPT(config, dtype)
     whole.checkpoint_activations(checkpointing)
-    module = pipeline_manual.Stage(whole, stage, stages, chunks)
-    split = tensor_manual.Split(module, tensor_manual.Ranks.of(mesh['tensor'])) if tensor > 1 else None
+    share = Share()
+    module = pipeline_manual.Stage(whole, stage, stages, chunks, share)
+    split = tensor_manual.Split(module, Ranks.of(mesh['tensor']), share) if tensor > 1 else None
     module.to_empty(device='cpu')
-    pipeline = pipeline_manual.Pipeline(filled(module), mesh, batch_size=2)
+    pipeline = pipeline_manual.Pipeline(filled(module, share), mesh, batch_size=2)
     timetable = pipeline_manual.timetable(stages, chunks, micro_steps)
     with Sent() as sent:
         loss, kept = one_step(stage, pipeline, timetable, batches[copy], factor)

@@ -24,6 +24,7 @@ import optim
 import tensor_manual
 from evaluation import scoring
 from evaluation.tasks import Request
+from layout import Ranks, Share
 from model import GPT, ModelConfig
 from planning import memory, traffic
 from runtime import checkpoint, meter
@@ -90,20 +91,20 @@ class Layout:
         self.raw = self.model = GPT(ModelConfig(**case['model']), getattr(torch, case['dtype']))
         self.raw.checkpoint_activations(case['checkpointing'])
         self.ranks = 1 if alone else dist.get_world_size()
-        self.tensor = self.context = None
+        self.tensor, self.context, self.share = None, None, Share()
         if not alone:
             layout = layout_of(
                 'fsdp', dist.get_world_size(), **{axis: case[axis] for axis in ('tensor', 'replicate', 'context')}
             )
             self.mesh = layout.mesh(CPU, 60)
             if case['tensor'] > 1:
-                self.tensor = tensor_manual.Split(self.raw, tensor_manual.Ranks.of(self.mesh['tensor']))
+                self.tensor = tensor_manual.Split(self.raw, Ranks.of(self.mesh['tensor']), self.share)
                 self.mesh = self.mesh[self.mesh.mesh_dim_names[:-1]]
             if case['context'] > 1:
                 self.context = context_manual.Context(layout, 'ring', CPU, 60)
         with torch.no_grad():
             for name, parameter in self.raw.named_parameters():
-                parameter.copy_(self.raw.initial_value(name, parameter, 7, 'cpu'))
+                parameter.copy_(self.share.initial_value(self.raw, name, parameter, 7, 'cpu'))
         if not alone:
             self.shard()
         self.optimizer = torch.optim.AdamW(self.raw.parameters(), lr=1e-3, fused=True)
@@ -152,7 +153,7 @@ class Layout:
         if self.tensor is None:
             return {name: tensor.clone() for name, tensor in full.items()}
         everybodys = [None] * self.ranks
-        dist.all_gather_object(everybodys, (self.raw.slices, full))
+        dist.all_gather_object(everybodys, (self.share.slices, full))
         found = {}
         for slices, parts in everybodys:
             for name, part in parts.items():
@@ -334,13 +335,15 @@ def exchange(folder):
         layout = Layout(case)
         layout.train(range(2))
         saver = checkpoint.Saver(f'{folder}/{name}', 1, async_save=name == 'dp_tp', say=lambda line: None)
-        saver.save(2, layout.raw, layout.optimizer, {})
+        saver.save(2, layout.raw, layout.optimizer, {}, share=layout.share)
         saver.wait()
         saved[name] = layout.weights_and_moments()
     for name, case in layouts.items():
         for of in layouts:
             layout = Layout(case)
-            checkpoint.load(f'{folder}/{of}/checkpoints/step_00000002', layout.raw, layout.optimizer)
+            checkpoint.load(
+                f'{folder}/{of}/checkpoints/step_00000002', layout.raw, layout.optimizer, share=layout.share
+            )
             tensors = layout.weights_and_moments()
             assert tensors.keys() == saved[of].keys()
             found.append((of, name, [key for key in tensors if not torch.equal(tensors[key], saved[of][key])]))

@@ -14,7 +14,8 @@ from pretrained import save_model
 from short import slow_but
 
 import optim
-from huggingface import finetune
+from huggingface import finetune, lora
+from layout import Share
 from runtime import checkpoint
 
 STEPS = 6
@@ -151,8 +152,7 @@ def save_as_earlier_versions_did(model, source, out_dir):
     finetune.load(raw, pretrained)
     state = checkpoint.read_state(source)
     opt = optim.from_config(raw, SimpleNamespace(**state['config']), torch.device('cpu'))
-    checkpoint.load(source, raw, opt)
-    raw.names_of_base = ()
+    checkpoint.load(source, raw, opt, share=Share(of_base=lora.names_of_base(raw)))
     for key in ('base', 'best'):
         del state[key]
     for key in ('lora_dropout', 'lora_rslora', 'modules_to_save'):

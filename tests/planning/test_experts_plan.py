@@ -12,7 +12,7 @@ from launch import REPO, run_function, run_many, run_ranks
 from outputs import column
 
 import expert_manual
-import tensor_manual
+from layout import Ranks
 from model import GPT, ModelConfig
 from planning import layouts, memory, report, sizes, step_time, traffic
 
@@ -94,7 +94,7 @@ def exchanged_bytes(mode):
     """Bytes of the rows that this rank sends to others in a micro-step of the model."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(**SHAPE))
-    expert_manual.split(model, tensor_manual.Ranks(dist.get_rank(), 2, dist.group.WORLD.group_name))
+    expert_manual.split(model, Ranks(dist.get_rank(), 2, dist.group.WORLD.group_name))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_
 
 import expert_manual
 import optim
-import tensor_manual
+from layout import Ranks
 from model import ModelConfig
 from planning import activations, memory, sizes
 
@@ -96,7 +96,7 @@ def traced_peak(config, mesh, micro_steps):
         experts, their_mesh, sharing = (), None, config.get('expert_parallel', 1)
         if sharing > 1:
             their_mesh = init_device_mesh('meta', (4 // sharing, sharing), mesh_dim_names=('shard', 'expert'))
-            experts = expert_manual.split(model, tensor_manual.Ranks.of(their_mesh['expert']))
+            experts = expert_manual.split(model, Ranks.of(their_mesh['expert']))
             their_mesh = their_mesh['shard']
         sharded = fsdp_manual.shard(model, model.blocks, mesh, torch.bfloat16, experts=experts, their_mesh=their_mesh)
         model.to_empty(device='meta')
