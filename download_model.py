@@ -350,10 +350,11 @@ def download(repo, folder):
 if config.model is None:
     raise ValueError('model is not set: give OWNER/NAME of the Hugging Face hub, or a folder to check, with --model=')
 given = Path(config.model).expanduser()
-if config.to is None and given.is_dir():
+if config.to is None and config.revision == 'main' and given.is_dir():
     check(given)
-elif (given / 'config.json').exists() and Path(config.to).expanduser().resolve() != given.resolve():
-    line = f'model={config.model} is a folder here, and is checked where it lies: leave out --to={config.to}'
+elif (given / 'config.json').exists() and Path(config.to or '').expanduser().resolve() != given.resolve():
+    key = 'revision' if config.to is None else 'to'
+    line = f'model={config.model} is a folder here, and is checked where it lies: leave out --{key}={vars(config)[key]}'
     raise ValueError(f'{line} (or, to download what the hub has under that name, run this from another folder)')
 elif re.fullmatch(r'[\w.-]+(/[\w.-]+)?', config.model):
     download(config.model, Path(config.to or Path('models', config.model.rpartition('/')[2])).expanduser())

@@ -296,6 +296,14 @@ READ_IF = {
             'from scratch with --heads, whose rule is not asked if a learning_rate is given',
             lambda run: run.heads and not run.is_given('learning_rate'),
         ),
+        'dataset': (
+            'with dataset_stages that begin later than step 0',
+            lambda run: not run.dataset_stages or run.dataset_stages[0][0] > 0,
+        ),
+        'mlp_hidden_dim': (
+            'without experts, or for the size of those that get no expert_hidden_dim',
+            lambda run: not run.n_experts or not run.is_given('expert_hidden_dim'),
+        ),
         'experts_per_token expert_hidden_dim router_bias': ('from scratch with --n_experts', lambda run: run.n_experts),
         'router_aux router_z': (
             'in a mixture: from scratch with --n_experts, or an init_from for which transformers has a balancing loss '

@@ -735,6 +735,9 @@ def main():
     if arguments.only:
         wanted = {check.name for check in first + then if re.search(arguments.only, check.name)}
         wanted |= {check.needs for check in first + then if check.name in wanted}
+        if not wanted:
+            names = '; '.join(check.name for check in first + then)
+            parser.error(f'--only={arguments.only}: no check has such a name; there are: {names}')
         first, then = ([check for check in checks if check.name in wanted] for checks in (first, then))
     try:
         say(f'--- {len(first)} checks, {bench.jobs} side by side')

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from huggingface.finetune import transformers_offline
 from system.errors import one_line
 from text.chat_rows import BESIDE_MESSAGES, INSTRUCTIONS, LISTS, question_of
-from text.conversations import ChatTemplate, fold_system_messages
+from text.conversations import ChatTemplate, check_tools, fold_system_messages
 
 UNFINISHED = '\ufffd'  # what a tokenizer writes for bytes that are not yet a whole character
 
@@ -146,7 +146,9 @@ class TransformersLanguage:
         messages = folded if self.fold_system else conversation['messages']
         messages = [self.template.form_of(message) for message in messages]
         try:
-            return self.template.write(messages, options, add_generation_prompt)
+            written = self.template.write(messages, options, add_generation_prompt)
+            check_tools(written, options['tools'])
+            return written
         except Exception as error:  # a template may raise anything
             if folded != conversation['messages'] and not self.fold_system:
                 return self.write({**conversation, 'messages': folded}, add_generation_prompt)

@@ -35,7 +35,7 @@ import numpy as np
 from evaluation.rules import Rule
 from system.errors import one_line
 from text.chat_rows import tools_of
-from text.conversations import ChatTemplate
+from text.conversations import ChatTemplate, check_tools
 
 FORMS = {
     'choices': {'context', 'choices', 'gold'},
@@ -353,7 +353,9 @@ class TransformersEncoder:
             raise ValueError(f'{given}: leave it out')
         options = self.kwargs | of_chat.get('chat_template_kwargs', {}) | {'tools': of_chat.get('tools')}
         try:
-            return self.template.write(messages, options, add_generation_prompt=True)
+            written = self.template.write(messages, options, add_generation_prompt=True)
+            check_tools(written, options['tools'])
+            return written
         except Exception as error:  # a template may raise anything
             if messages[0]['role'] == 'system':
                 return self.chat(messages[1:], of_chat)

@@ -434,6 +434,8 @@ READ = {
         'packing=False': ({'is_chat': True}, {}),
         'trust_remote_code=True': ({'transformers': True}, {}),
         'lr_rule=512': ({'heads': 8}, {}),
+        'dataset=web': ({'dataset_stages': ((1, 'code'),)}, {'dataset_stages': ((0, 'code'), (5, 'books'))}),
+        'mlp_hidden_dim=64': ({'n_experts': 8}, {'n_experts': 8, 'expert_hidden_dim': 8}),
         'experts_per_token=2 expert_hidden_dim=8 router_bias=0.1': ({'n_experts': 8}, {}),
         'router_aux=0.1': ({'n_experts': 8}, {'transformers': True}),
         'router_z=0.1': ({'transformers': True, 'has_routers': True}, {'transformers': True, 'has_routers': False}),
@@ -504,6 +506,8 @@ def lines_of(script, setting, given, where='command line', **more):
     vars(config).update({key: knob.default for key, knob in knobs.items()})
     vars(config).update({name: value for name, value in given.items() if name in knobs})
     facts = {name: value for name, value in given.items() if name not in knobs}
+    if where == 'command line':  # so are the others
+        more |= {name: where for name in given if name in knobs}
     setattr(config, key, parse(text, knobs[key], key))
     return without_effect(script, config, {key: where, **more}, **facts)
 

@@ -327,6 +327,8 @@ def test_a_folder_on_this_machine_is_checked_where_it_lies(copy, tmp_path):
     line = error_line(run_script('download_model.py', f'--model={copy}', f'--to={other}', check=False))
     assert f'model={copy} is a folder here, and is checked where it lies: leave out --to={other}' in line
     assert not other.exists()
+    line = error_line(run_script('download_model.py', f'--model={copy}', '--revision=v2', check=False))
+    assert 'is checked where it lies: leave out --revision=v2' in line
 
 
 def test_a_folder_with_anything_else_in_it_is_left_alone(hub, copy, tmp_path):

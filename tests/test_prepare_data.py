@@ -485,6 +485,7 @@ def test_a_template_takes_fields_of_any_name_and_leaves_no_braces(tmp_path):
     for name in ('a.jsonl', 'a.csv', 'a.parquet'):
         expected = [f'T|body {n}|{n}|dots' for n in range(3)]
         assert texts_in(tmp_path / name, template)[0] == expected, name
+        assert texts_in(tmp_path / name, 'Q: {title}?')[0] == ['Q: T?'] * 3, name  # around one field, too
         with pytest.raises(ValueError, match="has no field 'article_body'.*it has: title, article-body, a b, d.e"):
             sources.find_source(str(tmp_path / name), '{title} {article_body}')
     for template in ('{title} {}', '{title} {article-body'):
@@ -547,6 +548,18 @@ def test_a_table_without_a_text_in_any_row_and_one_with_a_column_twice_are_named
     documents, notes, source = texts_in(tmp_path)
     assert documents == ['one', 'two'] and notes == {f'{tmp_path}/b.parquet: rows without text, left out': 3}
     assert source.skipped == [f"{tmp_path}/twice.csv: a table with two columns called 'text': rename one"]
+
+
+def test_what_cannot_be_read_as_asked_is_refused_before_anything_is_read(tmp_path):
+    """A split of files that have none, and a file of numbers behind one of text."""
+    for name, text in (('a', ['one']), ('b', [1, 2])):
+        pyarrow.parquet.write_table(pyarrow.table({'text': text}), tmp_path / f'{name}.parquet')
+    with pytest.raises(ValueError, match="b.parquet: the field 'text' holds int64, not text"):
+        sources.find_source(str(tmp_path))
+    assert sources.find_source(str(tmp_path), '{text}!').parts
+    (tmp_path / 'b.parquet').unlink()
+    with pytest.raises(ValueError, match='has no splits to choose from: .* leave out --source_split=test'):
+        sources.find_source(str(tmp_path), split='test')
 
 
 def test_with_more_than_half_of_the_rows_left_out_nothing_is_made_unless_it_is_asked_for(tmp_path):

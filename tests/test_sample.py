@@ -15,7 +15,7 @@ from precision import MARGIN, gap_of_text, likeliest
 from pretrained import CHATML, HYBRID, MODELS, MORE_MODELS, save_model
 from tokenizers import processors
 
-from evaluation import prompts, sampling
+from evaluation import prompts, sampling, tasks
 from huggingface import convert, finetune
 from model import GPT, ModelConfig
 from runtime import checkpoint
@@ -382,6 +382,12 @@ def test_a_row_is_asked_as_prepare_data_learns_its_answer(tmp_path, arguments, c
         (example,) = encoder.examples(chat_rows.conversation_of(learned), fold_system)
         ids, flags, _ = example
         assert asked == ids[: list(flags & LEARNED).index(LEARNED)].tolist(), name
+    encoded = tasks.TransformersEncoder(tokenizer)
+    tokenizer.chat_template = CHATML  # which writes no tools
+    for ask in (language.write, lambda row: encoded.chat(row['messages'], row)):
+        with pytest.raises(ValueError, match='refuses: rows with tools that the chat template does not write$'):
+            ask({'messages': [{'role': 'user', 'content': 'x'}], 'tools': [TOOL]})
+    tokenizer.chat_template = template
     given = prompts.TransformersLanguage(language.tokenizer, str(tmp_path), None, {'enable_thinking': False})
     asked = [one.prompt_of_chat({'messages': [{'role': 'user', 'content': 'x'}]}).ids for one in (language, given)]
     assert language.decode(asked[1]) == language.decode(asked[0]) + '<think>off'

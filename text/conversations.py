@@ -379,6 +379,11 @@ def _check_written(text, spans, messages, tools):
             if found < 0:
                 raise ValueError('rows with a tool call that the chat template does not write')
             position = max(position, found)
+    check_tools(text, tools)
+
+
+def check_tools(text, tools):
+    """Raise ValueError with a reason if one of the tools is not in what a template wrote."""
     for tool in tools or []:
         if str(tool['function'].get('name', '')) not in text:
             raise ValueError('rows with tools that the chat template does not write')

@@ -22,7 +22,9 @@ from text.chat_rows import reason_against_text, row_of
 from text.sources import (
     COMPRESSED,
     IN_BRACES,
+    check_holds_text,
     fields_of,
+    is_template,
     open_file,
     reason_of,
     rows_of_content,
@@ -293,7 +295,7 @@ def _rows(source, batches, offset, origin, work_per_row):
         wanted = batch.slice(max(0, offset - row))
         row += len(batch)
         if len(wanted):
-            as_rows = source.chat or len(source.columns(wanted.schema.names)) > 1
+            as_rows = source.chat or is_template(source.text_field)
             kind, rows = ('row', _as_json_lines(wanted)) if as_rows else ('text', _as_texts(wanted, origin))
             yield [Piece(origin, len(data), data, kind=kind) for data in rows], row, len(rows) * work_per_row
 
@@ -308,12 +310,11 @@ def _as_texts(batch, origin):
     import pyarrow
 
     column = batch.column(0)
+    check_holds_text(origin, batch.schema.names[0], column.type)
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pyarrow.types.is_null(column.type):  # no row of this file has a value
         return [b''] * len(column)
-    if column.type not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise ValueError(f'{origin}: the field {batch.schema.names[0]!r} holds {column.type}, not text')
     rows = column.cast(pyarrow.large_binary()).to_pylist()  # bytes, since the workers decode them
     return [data or b'' for data in rows]
 
@@ -493,7 +494,7 @@ def _text_of(row, text_field, kind, any_row):
     Raises ValueError for a row that looks like something other than text, unless any_row."""
     if not isinstance(row, dict):
         return '' if text_field or kind == 'jsonl' else all_strings(row)
-    if text_field and '{' in text_field:
+    if is_template(text_field):
         values = [row.get(name) for name in fields_of(text_field)]
         return '' if None in values else IN_BRACES.sub(lambda name: str(row[name[1]]), text_field)
     if text_field or ('text' in row and kind != 'yaml'):

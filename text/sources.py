@@ -141,6 +141,11 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
             f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, '
             f'{", ".join(HUB_NAMES)}, or OWNER/NAME on the Hugging Face hub'
         )
+    if split != 'train' and not (path / 'dataset_dict.json').exists():
+        raise ValueError(
+            f'dataset={dataset} has no splits to choose from: give the files of the split that you mean as --dataset, '
+            f'and leave out --source_split={split}'
+        )
     source = _files_source(name, root, files, text_field, tail_fraction, chat, dedup, tuple(chat_fields))
     n_empty = len(files) - source.description['files'] - len(source.skipped)
     source.skipped[:0] = not_entered
@@ -217,6 +222,11 @@ def reason_of(error):
     return getattr(error, 'strerror', None) or one_line(error)  # pyarrow's OSError has no strerror
 
 
+def is_template(text_field):
+    """Whether text_field is a text with fields in {braces}, and not the name of one."""
+    return text_field is not None and '{' in text_field
+
+
 def fields_of(text_field):
     """The fields of a row that text_field names: one, or those in the {braces} of a template."""
     return IN_BRACES.findall(text_field) or [text_field]
@@ -290,6 +300,8 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
             continue
         if lack:
             raise ValueError(f'{part.path}: {lack}')
+        if not chat and part.kind in ('parquet', 'arrow') and not is_template(wanted):  # which takes any value
+            check_holds_text(part.path, wanted, _schema_of(part.path, part.kind).field(wanted).type)
         names |= dict.fromkeys(fields)
         line = f'{Path(part.path).relative_to(root).as_posix()} {part.end} {sha256}\n'
         digest.update(line.encode('utf-8', 'surrogateescape'))
@@ -626,6 +638,27 @@ def _rows_of_columns(path, kind, chat_fields):
         raise ValueError(f'damaged: {one_line(error)}') from error
     empty = {name: '' if name == 'text' else None for name in names}
     return [empty | row for row in rows or [{}]]
+
+
+def _schema_of(path, kind):
+    """The names and types of a columnar file's columns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if kind == 'parquet':
+        return pyarrow.parquet.read_schema(path)
+    with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+        return stream.schema
+
+
+def check_holds_text(origin, name, kind):
+    """Raise ValueError unless a column of this Arrow type holds text, or nulls alone."""
+    import pyarrow
+
+    values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    texts = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+    if values not in texts and not pyarrow.types.is_null(values):
+        raise ValueError(f'{origin}: the field {name!r} holds {kind}, not text')
 
 
 def _fields_looked_at(names, chat_fields):

@@ -22,6 +22,13 @@ def code(name, program, needs=None, read=lambda text, output: {'said': text.stri
 # --- running checks ---------------------------------------------------------------------------------------------------
 
 
+def test_a_name_that_no_check_has_is_refused(tmp_path):
+    result = run_script('benchmarks/gpu.py', '--device=cpu', '--only=nosuch', f'--out={tmp_path}', check=False)
+    assert result.returncode == 2 and '--only=nosuch: no check has such a name; there are: versions; start; ' in (
+        result.stderr
+    )
+
+
 def test_checks_leave_results_and_a_page_and_a_second_call_does_those_that_were_left_out(tmp_path):
     arguments = ['--device=cpu', '--only=versions|exact ddp', f'--out={tmp_path}']
     none = run_script('benchmarks/gpu.py', *arguments, '--budget=0').stdout
