@@ -253,6 +253,7 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
     for path in (tmp_path / 'bare').glob('tokenizer*'):
         path.unlink()
     data = ['--dataset=tiny', f'--data_dir={data_dir}', *TINY_MODEL]
+    command = [script, *RUN, *(['--inner_steps=5'] if script == 'train_diloco.py' else [])]
     cases = [
         ([*data, f'--eval_tasks={files[1]},{tmp_path}/bad.jsonl'], 'bad.jsonl, row 7: gold=2'),
         ([*data, f'--eval_tasks={tmp_path}/long.jsonl'], 'long.jsonl, row 1: .* 32 tokens'),
@@ -266,7 +267,7 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
          'prompts.jsonl, row 1: the prompt has 9 tokens and its answer up to 24, more than the 32'),
     ]  # fmt: skip
     for keys, expected in cases:
-        for rank in run_ranks([[script, *RUN, *keys, f'--out_dir={tmp_path / "out"}']] * 2):
+        for rank in run_ranks([[*command, *keys, f'--out_dir={tmp_path / "out"}']] * 2):
             lines = rank.stderr.strip().splitlines()
             assert rank.returncode == 1 and re.search(rf'^\[\d\] error: .*{expected}', lines[-1]), rank.stderr
             assert 'Traceback' not in rank.stderr and 'step 1' not in rank.stdout
