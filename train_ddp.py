@@ -25,13 +25,11 @@ class Config(Keys, TaskKeys, BestKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import data
 import optim
 from model import balance_experts
-from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 
@@ -59,41 +57,16 @@ step, state = run.resume(raw_model, opt, scaler)
 
 watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
-
-
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
-        watch.at('evaluation', step)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 if config.eval_only:
-    watch.evaluate_only(model, step, evaluate)
+    watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
-def compare_weights():
-    """Raise an error unless all ranks hold bit-equal weights. Failing memory or a failing GPU can show up here."""
-    health.refuse_different_weights(raw_model.named_parameters(), step, watch.saver.last_good)
-
-
 def save(step):
-    if config.checksum_interval:
-        compare_weights()
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-watch.begin_training(model, save, evaluate)
+watch.begin_training(model, save, checksum_interval=config.checksum_interval)
 train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
@@ -148,8 +121,6 @@ while step < config.max_iters and not watch.must_stop:
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    if config.checksum_interval and step % config.checksum_interval == 0:
-        compare_weights()
     watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves if they are due
 
 watch.end(step)

@@ -38,7 +38,6 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import data
@@ -145,23 +144,6 @@ for line in diloco_check.advice(config.max_iters - step, config.inner_steps, con
     watch.say(line)
 
 
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
-        watch.at('evaluation', step)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 def batches_from(step):
     """This rank's micro-batches from `step` on: replicas split the global batch, and their ranks split each part."""
     place, first = replica * shard_size + mesh.get_local_rank(), step * global_batch_size
@@ -180,7 +162,7 @@ if config.verify:
     processes.leave(0 if passed else 1)
 if config.eval_only:
     with outer.outer_parameters():
-        watch.evaluate_only(model, step, evaluate)
+        watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -195,7 +177,8 @@ def save(step):
 
 
 numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
-watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[replica % len(numbers)])
+also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
+watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[replica % len(numbers)], also_log=also_log)
 if found and step < saved['step']:
     watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save(step)
@@ -203,8 +186,6 @@ if found and step < saved['step']:
     is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
     if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0: nothing was saved to replace it
         collectives.on_rank_0(checkpoint.discard, found)
-if config.fsdp_impl == 'manual':
-    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
 planner = diloco_check.Plan(outer, watch.meter, watch.say) if config.plan else None  # measures the link
 journal = Journal(watch.log)
 train_batches = batches_from(step)
@@ -260,7 +241,7 @@ while step < config.max_iters and not watch.must_stop:
     round_ends = due.last or step % config.inner_steps == 0
     # loss of the replicas' own weights, each replica on its share of the windows, before they are averaged
     if due.evaluate and outer.is_mid_round(step):
-        row['diloco/inner_val_loss'] = evaluate()['val_loss']
+        row['diloco/inner_val_loss'] = watch.val_loss(step)['val_loss']
 
     # outer step: average what the replicas have learned, and let all of them restart from the result
     if outer.has_work(step, due.last):

@@ -31,7 +31,6 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import context_manual
@@ -46,7 +45,6 @@ from model import balance_experts
 from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
-from system import processes
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
@@ -102,32 +100,10 @@ if config.cpu_offload == 'optimizer':
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
-watch = Watch(run, step, state)  # the log and whatever else only observes
+watch = Watch(run, step, state, context and context.part)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
-
-
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    place = batch_size, rank, world_size, device
-    for batch, source in data.eval_batches(run.val_data, windows, *place, starts_on_host=context is not None):
-        watch.at('evaluation', step)
-        if context:
-            batch = context.part(batch)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 if config.eval_only:
-    watch.evaluate_only(model, step, evaluate)
+    watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -135,9 +111,8 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-if config.fsdp_impl == 'manual':
-    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-watch.begin_training(model, save, evaluate)
+also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
+watch.begin_training(model, save, also_log=also_log)
 train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device,
     starts_on_host=context is not None,
