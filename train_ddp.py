@@ -8,7 +8,6 @@ Train a language model with data parallelism: every rank holds the whole model, 
 `diff train_ddp.py train_fsdp.py` shows what sharding the same run takes, and context, tensor and expert parallelism.
 """
 
-import contextlib
 import math
 
 from configurator import configure
@@ -30,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import data
 import optim
 from model import balance_experts
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, initialise, make_model, order_buckets
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'ddp')  # ranks, device, data; every key that the run needs now has a value
@@ -67,17 +66,13 @@ def save(step):
 
 
 watch.begin_training(model, save, checksum_interval=config.checksum_interval)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
-    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
-)
+    run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+    batch_size=batch_size, rank=rank, world_size=world_size, device=device,
+)  # fmt: skip
 if world_size > 1:
-    # The first backward pass decides in which order DDP puts gradients into its buckets, and so in which order they are
-    # added up. A resumed run must add like an uninterrupted one, so both begin with this pass, which changes nothing:
-    # all its targets are -1 (ignored), and its gradients are dropped.
-    tokens = torch.zeros((16, min(8, config.block_size)), dtype=torch.int64, device=device)  # float8: a multiple of 16
-    with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
-        (model(tokens, tokens - 1)[0] * 0).backward()
-    opt.zero_grad(set_to_none=True)
+    order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
@@ -114,8 +109,8 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()

@@ -94,9 +94,11 @@ def save(step):
 
 
 watch.begin_training(model, save)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
-    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
-)
+    run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+    batch_size=batch_size, rank=rank, world_size=world_size, device=device,
+)  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
@@ -133,7 +135,7 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then the engine skips by itself and halves
     # the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = loss_scaler is not None and loss_scaler.cur_scale >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, own_norm, may_overflow)
+    skip = numbers.must_skip(step + 1, step_loss, targets, own_norm, may_overflow)
     deepspeed_engine.step(model, opt, bool(skip))  # clips, updates this rank's slices, gathers the weights
     if watch.meter.wants_state(opt):
         watch.meter.note_state(*deepspeed_engine.held(model, opt, gradients))

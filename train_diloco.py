@@ -146,8 +146,10 @@ for line in diloco_check.advice(config.max_iters - step, config.inner_steps, con
 
 def batches_from(step):
     """This rank's micro-batches from `step` on: replicas split the global batch, and their ranks split each part."""
-    place, first = replica * shard_size + mesh.get_local_rank(), step * global_batch_size
-    return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, world_size, device)
+    return data.batches(
+        run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+        batch_size=batch_size, rank=replica * shard_size + mesh.get_local_rank(), world_size=world_size, device=device,
+    )  # fmt: skip
 
 
 def targets_of(step):
@@ -168,17 +170,18 @@ if config.eval_only:
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def save(step):
     """Save the outer parameters, and what each replica needs to continue in the middle of a round."""
-    states = diloco_check.everybodys((scaler.state_dict(), watch.numbers.state()), whole_mesh.get_group('replica'))
-    scalers, numbers = zip(*states, strict=True)
-    more = {'numbers': numbers[0], 'scalers': scalers, 'numbers_of_replicas': numbers}
+    states = diloco_check.everybodys((scaler.state_dict(), numbers.state()), whole_mesh.get_group('replica'))
+    scalers, of_replicas = zip(*states, strict=True)
+    more = {'numbers': of_replicas[0], 'scalers': scalers, 'numbers_of_replicas': of_replicas}
     more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
     tensors = outer.tensors(outer.is_mid_round(step))
     watch.save(step, raw_model, opt, scalers[0], more, more_tensors=tensors, optimizer_key=outer.optimizer_key())
 
 
-numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
+before = saved.get('numbers_of_replicas', [saved.get('numbers')])  # what is known of skipped steps
 also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
-watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[replica % len(numbers)], also_log=also_log)
+watch.begin_training(model, save, group=mesh.get_group(), numbers=before[replica % len(before)], also_log=also_log)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 if found and step < saved['step']:
     watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save(step)
@@ -228,8 +231,8 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip, mesh.get_group())  # mixtures of experts only; each replica by its own load
     watch.measure_state(raw_model, opt)
     scaler.update()

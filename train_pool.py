@@ -140,14 +140,16 @@ if config.eval_only:
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def batches_of(replica_number, at):
     """This rank's micro-batches of what replica `replica_number` reads, from step `at` on."""
-    place, first = replica_number * world_size + rank, at * global_batch_size
-    return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, jobs_ranks, device)
+    return data.batches(
+        run.train_data, config.seed, first_sample=at * global_batch_size, global_batch_size=global_batch_size,
+        batch_size=batch_size, rank=replica_number * world_size + rank, world_size=jobs_ranks, device=device,
+    )  # fmt: skip
 
 
 def save(step):
     """Save this job's copy of the pool's outer parameters, and the moments of its inner optimizer."""
-    scale, numbers = scaler.state_dict(), watch.numbers.state()
-    more = {'scalers': [scale], 'numbers_of_replicas': [numbers]}
+    scale = scaler.state_dict()
+    more = {'scalers': [scale], 'numbers_of_replicas': [numbers.state()]}
     more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
     tensors = outer.tensors(outer.is_mid_round(step))
     watch.save(step, raw_model, opt, scale, more, more_tensors=tensors, optimizer_key=outer.optimizer_key())
@@ -160,11 +162,10 @@ def may_leave():
 
 
 own_tokens = run.tokens_per_step // config.num_replicas  # tokens of one step of this job
-numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
+before = saved.get('numbers_of_replicas', [saved.get('numbers')])[0]  # what is known of skipped steps
 also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
-watch.begin_training(
-    model, save, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens, also_log=also_log
-)
+watch.begin_training(model, save, group=mesh.get_group(), numbers=before, tokens_per_step=own_tokens, also_log=also_log)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 planner = StorePlan(replica, watch.meter, watch.say) if config.plan else None  # measures the store
 journal = Journal(watch.log)
 replica.say, replica.waiting = watch.say, may_leave
@@ -220,8 +221,8 @@ while not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()

@@ -1,14 +1,15 @@
 """
-Everything that watches a training run, behind one object: the log, the clock, checkpoints, signals, the watchdog. Only
-one of its calls influences training: must_skip() decides whether to skip a step because its loss or gradient is not
-finite (health.py). All others leave the weights and the optimizer as they are.
+Everything that watches a training run, behind one object: the log, the clock, checkpoints, signals, the watchdog. It
+leaves the weights and the optimizer as they are. One of its parts influences training: `numbers` decides whether to
+skip a step because its loss or gradient is not finite (health.py).
 
     watch = Watch(run, step, state)              # opens train.log and metrics.jsonl, starts the watchdog against hangs
     watch.begin_training(model, save)            # from here on signals, the meter and checkpoints are active
+    numbers = watch.numbers
     while step < config.max_iters and not watch.must_stop:
         watch.begin_step(step)
         watch.mark('forward')                    # a phase begins; each phase of a step is timed
-        skip = watch.numbers.must_skip(...)
+        skip = numbers.must_skip(...)
         ...
         watch.after_step(step, {'lr': lr})       # logs, evaluates, scores and saves whatever is due
     watch.end(step)
