@@ -72,7 +72,7 @@ class Watch:
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
         self.watchdog = health.Watchdog(config.out_dir, config.timeout_s, lambda: expert_manual.begun)
         self.first_step, self.raw_model = step, None
-        self.part, self.losses = part, losses
+        self.evaluating = {'part': part, 'losses': losses}
 
     def self_test(self, model, raw_model, as_loaded=None):
         """Compare the outputs of a Hugging Face model, sharded as it is now, with those of transformers itself.
@@ -235,7 +235,7 @@ class Watch:
     def val_loss(self, step):
         """{'val_loss': ...} of the weights as they are after `step` steps."""
         beat = functools.partial(self.watchdog.at, 'evaluation', step)
-        return validation.val_loss(self.model, self.run, beat, self.part, self.losses)
+        return validation.val_loss(self.model, self.run, beat, **self.evaluating)
 
     def evaluated(self, step):
         """val_loss(), with the best step and loss so far."""
