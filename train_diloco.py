@@ -50,7 +50,8 @@ from exchange import diloco_check
 from layout import Ranks
 from model import balance_experts, is_load
 from runtime import checkpoint, health
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.log import Journal
 from runtime.watch import Watch
 from system import collectives, processes

@@ -16,7 +16,6 @@ import torch
 import expert_manual
 import float8
 import tensor_manual
-from huggingface import finetune, lora
 from layout import Ranks, Share
 from model import GPT, ModelConfig
 from pipeline_manual import blocks_of_stages
@@ -34,6 +33,8 @@ def empty_model(config, device='meta'):
     """The model that a train script would make, without values. Raises ValueError for keys that give no model."""
     with torch.device(device):
         if 'transformers' in config:
+            from huggingface import finetune  # here, since a run from scratch needs none of it
+
             return finetune.for_training(finetune.Pretrained.from_keys(config, explicit=()))
         return GPT(ModelConfig.from_keys(config))
 
@@ -90,8 +91,10 @@ def root_parameters(model):
 
 def hidden_matrices(model):
     """The matrices that Muon trains: those of the blocks, except LoRA's, which AdamW trains."""
+    from huggingface.lora import is_lora
+
     named = [item for block in model.blocks for item in block.named_parameters()]
-    return [p for name, p in named if p.dim() == 2 and p.requires_grad and not lora.is_lora(name)]
+    return [p for name, p in named if p.dim() == 2 and p.requires_grad and not is_lora(name)]
 
 
 def parameters_of_stage(config, model, stage):

@@ -28,7 +28,6 @@ import torch
 import expert_manual
 import float8
 from evaluation import validation
-from huggingface import finetune, native
 from model import router_metrics
 from runtime import checkpoint, health
 from runtime.best import Best
@@ -81,11 +80,15 @@ class Watch:
         """
         run = self.run
         if run.config.native:
+            from huggingface import native  # here, since a run from scratch needs none of it
+
             if run.found is None:
                 with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                     test = native.self_test, run.pretrained, run.model_config
                     self.say(collectives.on_rank_0(*test, patience_s=collectives.PATIENCE_S))
         elif run.pretrained:
+            from huggingface import finetune
+
             as_loaded = run.found is None if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                 is_packed = run.train_data.has_starts or run.val_data.has_starts
@@ -192,7 +195,7 @@ class Watch:
             last=last,
             log=last or step == 1 or interval(config.log_interval),
             evaluate=bool(config.eval_iters) and (last or interval(config.eval_interval)),
-            score=bool(self.run.tasks.tasks) and (last or interval(config.eval_tasks_interval)),
+            score=self.run.tasks is not None and (last or interval(config.eval_tasks_interval)),
             save=last or interval(config.checkpoint_interval) or interval(config.permanent_interval),
         )
 
@@ -244,7 +247,7 @@ class Watch:
 
     def scores(self, step):
         """{'task/score': value} of the run's tasks; each task also writes a line into the log."""
-        return self.run.tasks.scores(self.model, step, self.say, self.watchdog.at)
+        return self.run.tasks.scores(self.model, step, self.say, self.watchdog.at) if self.run.tasks else {}
 
     def with_totals(self, step, row):
         """The row with the run's totals: tokens and epochs read so far in front, steps skipped at the end."""
