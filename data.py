@@ -29,7 +29,7 @@ import torch
 
 from dataset.mixture import SourceOrder, names_in, parse_stages
 from dataset.shards import LEARNED
-from dataset.shuffle import sample_windows
+from dataset.shuffle import permuted
 from dataset.windows import has_split, open_dataset, read_meta
 from layout import counted
 from system.errors import one_line
@@ -132,11 +132,11 @@ class Mixture:
             samples = slots[here]
             if len(order.table) > 1:
                 first_of_step = samples - samples % self.global_batch_size
-                samples = first_of_step + sample_windows(samples, self.global_batch_size, ~seed)
+                samples = first_of_step + permuted(samples, self.global_batch_size, ~seed)
             sources[here], windows[here] = order.locate(samples)
         for number, source in enumerate(self.sources):
             here = sources == number
-            windows[here] = sample_windows(windows[here], source.n_windows, seed)
+            windows[here] = permuted(windows[here], source.n_windows, seed)
         return sources, windows
 
     def count_targets(self, seed, first, n):
