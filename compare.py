@@ -93,7 +93,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import coordinates, jobs, plots, report, results, run_matrix, sweep, verdict
+from comparison import coordinates, jobs, page, plots, results, run_matrix, sweep, verdict
 from comparison.results import folder_of
 from system import errors, processes
 from system.files import ROOT, read_json
@@ -331,7 +331,7 @@ def analyse(folder, plan, gpu_gb):
         }
         figures |= figure_of_experts(folder)
     tables = {'Speed and loss': verdict.cells(rows), 'Memory of a rank': verdict.memory_cells(rows)}
-    report.write(folder, 'Comparison', [line.removeprefix('- ') for line in facts.splitlines()], tables, figures)
+    page.write(folder, 'Comparison', [line.removeprefix('- ') for line in facts.splitlines()], tables, figures)
     return rows
 
 
@@ -358,7 +358,7 @@ def analyse_sweep(folder, groups, config):
             figures['Loss against learning rate'] = plots.plot_rates(rows, folder / 'rates.png')
         figures |= figure_of_experts(folder)
     cells = [{key: cell for key, cell in row.items() if key != sweep.GRID} for row in sweep.cells(rows)]
-    report.write(folder, 'Ladder' if is_ladder else 'Sweep', said, {'The best of each': cells}, figures)
+    page.write(folder, 'Ladder' if is_ladder else 'Sweep', said, {'The best of each': cells}, figures)
 
 
 def figure_of_experts(folder):

@@ -205,7 +205,7 @@ if found and step < saved['step']:
         collectives.on_rank_0(checkpoint.discard, found)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-planner = diloco_check.Plan(outer, watch.meter, watch.say) if config.plan else None  # measures the link
+planner = diloco_check.RoundCosts(outer, watch.meter, watch.say) if config.plan else None  # measures the link
 journal = Journal(watch.log)
 train_batches = batches_from(step)
 while step < config.max_iters and not watch.must_stop:

@@ -85,7 +85,7 @@ def evaluate():
                 ce_sum = model.forward(action, *batch)
                 if action.part == raw_model.last:
                     nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-            model.exchange(actions)
+            model.send_and_receive(actions)
     dist.all_reduce(nats_and_tokens)
     raw_model.train()
     return run.val_data.losses(nats_and_tokens.tolist(), windows)
@@ -136,7 +136,7 @@ while step < config.max_iters and not watch.must_stop:
             elif action:
                 model.backward(action, loss_factor)
             # send activations to the next part, and their gradients to the one before
-            model.exchange(actions)
+            model.send_and_receive(actions)
 
     watch.mark('update')
     # gradients: sum over the copies, undo the loss scale, clip the global norm

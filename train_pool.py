@@ -47,8 +47,8 @@ import optim
 from exchange import diloco_check
 from layout import make_mesh
 from model import balance_experts
-from pool.plan import StorePlan
 from pool.replica import Replica, number_of_replicas
+from pool.round_costs import StoreRoundCosts
 from pool.rows import checksums_of_frozen
 from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
@@ -184,7 +184,7 @@ numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
 watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-planner = StorePlan(replica, watch.meter, watch.say) if config.plan else None  # measures the store
+planner = StoreRoundCosts(replica, watch.meter, watch.say) if config.plan else None  # measures the store
 journal = Journal(watch.log)
 replica.say, replica.waiting = watch.say, may_leave
 replica_number, at, end = 0, step, step  # whose data is read, and the steps [at, end) of it that are claimed
