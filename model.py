@@ -295,22 +295,22 @@ def llama3_frequencies(frequency, factor, low, high, before):
     return torch.where((length < before / high) | (length > before / low), far, between)
 
 
-# Attention layouts. By default a row is one sequence, in which each token sees itself and those before it. For other
-# rows, a layout says where each token stands in its document, and computes attention within documents. A layout has
+# By default a row is one sequence, in which each token sees itself and those before it. For other rows the argument
+# `attention` says where each token stands in its document, and computes attention within documents. It has
 #
 #     positions                           int64 (B, T), or (1, T) if they are the same in all rows
 #     cos_sin                             (2, B, 1, T, D/2), the rotation of each token; GPT.forward() fills it in
 #     attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
-#                                         token sees itself and the window - 1 tokens before it (MaskedLayout takes
-#                                         neither scale nor window)
+#                                         token sees itself and the window - 1 tokens before it (MaskedAttention
+#                                         takes neither scale nor window)
 #
-# MaskedLayout and PackedLayout are below; context_manual.py has one for sequences that are spread over ranks. They are
+# MaskedAttention and PackedAttention are below; context_manual.py has one for sequences spread over ranks. They are
 # classes because blocks take them as inputs, and in a tuple fully_shard would cast cos_sin to the compute dtype.
 
 
 @dataclass
-class MaskedLayout:
-    """Any layout, given by a mask that says which token sees which."""
+class MaskedAttention:
+    """Given by a mask that says which token sees which."""
 
     positions: torch.Tensor
     mask: torch.Tensor  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens + T)
@@ -322,7 +322,7 @@ class MaskedLayout:
 
 
 @dataclass
-class PackedLayout:
+class PackedAttention:
     """Several documents in each row, for a kernel that needs no mask; see has_flash_attention()."""
 
     positions: torch.Tensor
@@ -340,15 +340,15 @@ class PackedLayout:
         return y.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def layout_of_documents(starts, T, dtype, dropout, head_dim):
-    """The layout of rows that hold several documents each, for heads of this size, in this dtype, with this dropout.
+def attention_of_documents(starts, T, dtype, dropout, head_dim):
+    """For rows that hold several documents each, and for heads of this size, in this dtype, with this dropout.
 
     starts: int64 (B, M), where the documents of a row begin, at most M. The first begins at 0; unused places hold T.
     """
     document, positions = place_in_documents(starts, T)
     if dropout or not has_flash_attention(starts.device, dtype, head_dim):
-        return MaskedLayout(positions, (document[:, None, :, None] == document[:, None, None, :]).tril())
-    return PackedLayout(positions, borders_of_documents(starts, T))
+        return MaskedAttention(positions, (document[:, None, :, None] == document[:, None, None, :]).tril())
+    return PackedAttention(positions, borders_of_documents(starts, T))
 
 
 def has_flash_attention(device, dtype, head_dim):
@@ -367,7 +367,7 @@ def place_in_documents(starts, T):
 
 
 def borders_of_documents(starts, T):
-    """PackedLayout.borders. Unused places count as empty documents, so that every batch has equally many and nothing
+    """PackedAttention.borders. Unused places count as empty documents, so that every batch has equally many and nothing
     is compiled again for another number."""
     B = starts.shape[0]
     rows = torch.arange(B, device=starts.device)[:, None] * T
@@ -411,7 +411,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(config, self.head_dim) if qk_norm else None
         self.k_norm = Norm(config, self.head_dim) if qk_norm else None
 
-    def forward(self, x, cache=None, layout=None):
+    def forward(self, x, cache=None, attention=None):
         """x (B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
         qkv = self.qkv(x)
         if x.device.type == 'cpu':
@@ -424,15 +424,15 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if self.rotary is not None:
             first = 0 if cache is None else cache.length
-            cos_sin = layout.cos_sin if layout else self.rotary.cos_sin[:, first : first + x.shape[1]]
+            cos_sin = attention.cos_sin if attention else self.rotary.cos_sin[:, first : first + x.shape[1]]
             q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
         if cache is not None:
-            is_masked = layout is not None or cache.length == 0 or x.shape[1] == 1  # none sees a later one
-            assert is_masked, f'{x.shape[1]} tokens after {cache.length}: expected 1, or a layout'
+            is_masked = attention is not None or cache.length == 0 or x.shape[1] == 1  # none sees a later one
+            assert is_masked, f'{x.shape[1]} tokens after {cache.length}: expected 1, or a mask'
             k, v = cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
-        if layout is not None:
-            y = layout.attend(q, k, v, dropout)
+        if attention is not None:
+            y = attention.attend(q, k, v, dropout)
         else:
             options = {'dropout_p': dropout, 'enable_gqa': self.n_kv_head < self.n_head}
             if x.shape[1] > 1:  # a single token looks at all before it
@@ -757,16 +757,16 @@ class Block(nn.Module):
         self.branch_scale = 1 / config.ratios[1]
         self.activation_checkpointing = 'none'
 
-    def forward(self, x, cache=None, layout=None):
+    def forward(self, x, cache=None, attention=None):
         """x (B, T, C) -> (B, T, C); in a mixture also (chosen, logits) of the router."""
         if self.activation_checkpointing == 'none' or cache is not None:
-            return self.add_attention_and_mlp(x, cache, layout)
+            return self.add_attention_and_mlp(x, cache, attention)
         options = {'mode': self.activation_checkpointing, 'noise': self.drop.p > 0}
         choice = None if torch.compiler.is_compiling() else []  # from the first forward to the second
-        return recomputed(self.add_attention_and_mlp, x, None, layout, choice, **options)
+        return recomputed(self.add_attention_and_mlp, x, None, attention, choice, **options)
 
-    def add_attention_and_mlp(self, x, cache, layout, choice=None):
-        x = x.add(self.drop(self.attn(self.attn_norm(x), cache, layout)), alpha=self.branch_scale)
+    def add_attention_and_mlp(self, x, cache, attention, choice=None):
+        x = x.add(self.drop(self.attn(self.attn_norm(x), cache, attention)), alpha=self.branch_scale)
         if not isinstance(self.mlp, MoE):
             return x.add(self.drop(self.mlp(self.mlp_norm(x))), alpha=self.branch_scale)
         y, routing = self.mlp(self.mlp_norm(x), choice)
@@ -894,7 +894,7 @@ def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
 class GPT(nn.Module):
     """A decoder-only transformer. Its weights come from initial_value() or a state dict, not from the constructor."""
 
-    takes_padding = True  # if a layout hides it; not so in all models of transformers, see finetune.ForTraining
+    takes_padding = True  # if a mask hides it; not so in all models of transformers, see finetune.ForTraining
     reads_on = False  # it cannot append several tokens to a cache, which has room for one text only
 
     def __init__(self, config, compute_dtype=torch.float32):
@@ -925,9 +925,9 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         return self
 
-    def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
+    def forward(self, x, y=None, starts=None, attention=None, cache=None, then=None):
         """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins.
-        layout: an attention layout in place of `starts`, see above. cache: one KVCache per block, with the tokens
+        attention: one of the classes above, in place of `starts`. cache: one KVCache per block, with the tokens
         before x. then: a function of (hidden (B, T, C), head (vocab_size, C)), whose result is returned.
 
         With targets it returns (loss_sum, ce_sum), fp32 scalars that are sums over the positions with y != -1. loss_sum
@@ -946,16 +946,16 @@ class GPT(nn.Module):
             self.rotary.prepare(x.device)
         if starts is not None:
             sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
-            layout = layout_of_documents(starts, x.shape[1], *sizes)
-        if layout is not None:
-            positions = layout.positions
-            layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+            attention = attention_of_documents(starts, x.shape[1], *sizes)
+        if attention is not None:
+            positions = attention.positions
+            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
         if self.pos_embed is not None:
             h = h + self.pos_embed(positions).to(self.compute_dtype)
         h, routings = self.drop(h), []
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
-            h = block(h, block_cache, layout)
+            h = block(h, block_cache, attention)
             if self.routers:
                 h, routing = h
                 routings.append(routing)
