@@ -50,7 +50,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from huggingface.finetune import OWN_ATTENTION
 from layout import make_mesh
-from model import ModelConfig, place_in_documents
+from model import SAVED_OPS, ModelConfig, place_in_documents
 
 aten = torch.ops.aten
 
@@ -153,6 +153,8 @@ def tiles(rank, source, ranks, T, documents=None):
 
 
 # --- attention over ranks ---------------------------------------------------------------------------------------------
+
+SAVED_OPS.append('context_manual.attend.default')
 
 
 @dataclass

@@ -31,7 +31,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -49,12 +48,12 @@ PARTS |= {'mlp': ('mlp',), 'head': ('head',)}
 # For varlen_attn(), which from torch 2.12 on has to be told that there are fewer key heads than query heads.
 GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 
-# Selective activation checkpointing keeps the results of these operations, which are expensive to compute again.
+# Selective activation checkpointing keeps the results of these operations, which are expensive to compute again. Who
+# divides the work over ranks adds collectives of its own.
 ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention')
-SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'aten._scaled_mm.default', 'torch_attn._varlen_attn.default']
+SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'aten._scaled_mm.default', 'aten._grouped_mm.default']
+SAVED_OPS += ['torch_attn._varlen_attn.default']
 SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
-SAVED_OPS += ['context_manual.attend.default', 'tensor_manual.reduce_scatter.default']
-SAVED_OPS += ['aten._grouped_mm.default', 'expert_manual.exchange.default', 'expert_manual.exchange_counts.default']
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ class ModelConfig:
     expert_hidden_dim: int | None = None
     router_aux: float = 0.001  # see Router.loss_sum()
     router_z: float = 0.0
-    router_bias: float = 0.0  # see balance_experts()
+    router_bias: float = 0.0  # see expert_manual.balance_experts()
     vocab_size: int | None = None
     block_size: int = 1024
     dropout: float = 0.0
@@ -473,7 +472,8 @@ class Balance(nn.Module):
     Left alone, training sends more and more tokens to a few experts, which learn from them and so are chosen again,
     while other experts die. The usual remedy is the loss in loss_sum(); another one is `bias`. Both depend on `load`
     (E), a buffer that is saved in checkpoints: how many of a token's k choices went to each expert in the step before,
-    on average over the global batch, so that the loads sum to k. balance_experts() updates it once a step.
+    on average over the global batch, so that the loads sum to k. balance_experts() in expert_manual.py updates it
+    once a step.
     """
 
     def __init__(self, n_experts, k, aux, z, bias_rate=0.0):
@@ -672,76 +672,6 @@ def loss_of_routers(routers, routings, y):
     valid = y.flatten() >= 0  # the same tokens as in the cross-entropy
     of_layers = [router.loss_sum(*routing, valid) for router, routing in zip(routers, routings, strict=True)]
     return sum(of_layers) / len(of_layers)
-
-
-@torch.no_grad()
-def balance_experts(model, skip=False, group=None):
-    """
-    After a step, sum over the ranks how many tokens each expert had, for all layers at once. The sums become the
-    routers' load and move their biases. Collective; does nothing in a model without experts.
-
-    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes); load and bias then stay, too.
-    group: the ranks that train together, if these are not all ranks.
-
-    bias += router_bias * sign(k/E - load), minus the mean over experts, so that an expert with few tokens is chosen
-    more easily. There is no loss that would pull the router away from what the model is trained for (DeepSeek: arXiv
-    2408.15664).
-    """
-    routers = getattr(model, 'routers', None)
-    if not routers:
-        return
-    seen = torch.stack([router.seen for router in routers])  # (L, E+1)
-    dist.all_reduce(seen, group=group)
-    model.routed = seen  # for router_metrics()
-    torch._foreach_zero_([router.seen for router in routers])
-    if skip is True:
-        return
-    before, uniform = torch.stack([router.load for router in routers]), routers[0].k / routers[0].n_experts
-    load = uniform * (seen[:, :-1] / seen[:, :-1].mean(1, keepdim=True)).float()  # (L, E)
-    counts = load.isfinite()  # false in a step without any token
-    if isinstance(skip, torch.Tensor):
-        counts = counts & (skip == 0)
-    load = torch.where(counts, load, before)
-    torch._foreach_copy_([router.load for router in routers], load.unbind())
-    if routers[0].bias is not None:
-        bias = torch.stack([router.bias for router in routers])
-        bias += routers[0].bias_rate * (uniform - load).sign() * counts
-        bias -= bias.mean(1, keepdim=True)  # only differences matter
-        torch._foreach_copy_([router.bias for router in routers], bias.unbind())
-
-
-def router_metrics(model):
-    """
-    How the routers divided the last step's global batch: {name: number} for a row of the log, {} without experts. Waits
-    for the device.
-
-    router/violation       tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
-    router/dead            share of the experts with less than a hundredth of the mean
-    router/entropy         of the routers' probabilities, over ln E: 1 is undecided, 0 certain
-    router/fullest_rank    where ranks divide the experts: tokens of the fullest rank over the mean, less 1. First the
-                           micro-steps, and the groups of such ranks, are added up; in a single one it may be more
-    Each is the mean over the layers, and router/worst_... is the value of the worst layer. Lists show which one it is:
-    router/violation_of_layers, router/dead_of_layers    for each layer, from the first to the last
-    router/load_of_worst_layer    in the layer with the largest violation: tokens of each expert over the mean
-    """
-    seen = getattr(model, 'routed', None)
-    if seen is None:
-        return {}
-    seen = seen.cpu()  # waits here; with so few numbers a CPU is quicker than a GPU
-    counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
-    load = counts / counts.mean(1, keepdim=True)  # (L, E)
-    tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
-    of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
-    of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
-    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices if isinstance(model, GPT) else experts
-    if on_a_rank < experts:  # each rank holds equally many consecutive ones
-        of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
-    row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}
-    for name, values in of_layers.items():
-        row[f'router/worst_{name}'] = (values.amin() if name == 'entropy' else values.amax()).item()
-    lists = {f'{name}_of_layers': of_layers[name] for name in ('violation', 'dead')}
-    lists['load_of_worst_layer'] = load[of_layers['violation'].argmax()]
-    return row | {f'router/{name}': [round(value, 4) for value in values.tolist()] for name, values in lists.items()}
 
 
 class Block(nn.Module):
