@@ -47,8 +47,9 @@ import fsdp_manual
 import offload
 import optim
 from exchange import diloco_check
+from expert_manual import balance_experts
 from layout import Ranks
-from model import balance_experts, is_load
+from model import is_load
 from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal

@@ -44,8 +44,8 @@ import fsdp_manual
 import offload
 import optim
 from exchange import diloco_check
+from expert_manual import balance_experts
 from layout import make_mesh
-from model import balance_experts
 from pool.plan import StorePlan
 from pool.replica import Replica, number_of_replicas
 from pool.rows import checksums_of_frozen
