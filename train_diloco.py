@@ -190,7 +190,7 @@ if found and step < saved['step']:
     is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
     if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0: nothing was saved to replace it
         collectives.on_rank_0(checkpoint.discard, found)
-planner = diloco_check.Plan(outer, watch.meter, watch.say) if config.plan else None  # measures the link
+planner = diloco_check.RoundCosts(outer, watch.meter, watch.say) if config.plan else None  # measures the link
 journal = Journal(watch.log)
 train_batches = batches_from(step)
 while step < config.max_iters and not watch.must_stop:

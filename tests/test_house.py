@@ -20,13 +20,13 @@ TENSOR = {'tensor_manual.py', 'float8.py'}
 EXPERTS = {'expert_manual.py'}  # it imports ranks and slices from tensor_manual.py
 SHARED = {'data.py', 'optim.py'}
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
-# Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, and what
-# scores a run tokenizes tasks.
+# Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, what scores a
+# run tokenizes tasks, and prepare_data.py shows what a run would read.
 FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
     {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
-    {'planning', 'evaluation/in_run.py', 'evaluation/validation.py'},
+    {'planning', 'evaluation/in_run.py', 'evaluation/validation.py', 'text/peek.py'},
     LESSONS,
     EXPERTS,
     TENSOR,
