@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layout import counted
-from model import LLAMA_STYLE, ChunkedCrossEntropy, layout_of_documents
+from model import LLAMA_STYLE, ChunkedCrossEntropy, attention_of_documents
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
 
@@ -220,13 +220,13 @@ class Stage(nn.Module):
         tensor_manual.Split the activations are those of this rank's tokens, (B, T/t, C).
         """
         T = self.config.block_size
-        positions, layout = torch.arange(T, device=x.device), None
+        positions, attention = torch.arange(T, device=x.device), None
         if self.rotary is not None:
             self.rotary.prepare(x.device)
         if starts is not None:
-            layout = layout_of_documents(starts, T, self.compute_dtype, self.config.dropout, self.config.head_dim)
-            positions = layout.positions
-            layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+            attention = attention_of_documents(starts, T, self.compute_dtype, self.config.dropout, self.config.head_dim)
+            positions = attention.positions
+            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = x
         if part == 0:
             h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
@@ -234,7 +234,7 @@ class Stage(nn.Module):
                 h = h + self.pos_embed(positions).to(self.compute_dtype)
             h = self.drop(h)
         for number in self.of(part):
-            h = self.blocks[str(number)](h, None, layout)
+            h = self.blocks[str(number)](h, None, attention)
         if part < self.last:
             return h
         h = self.final_norm(h)
@@ -330,6 +330,19 @@ class Pipeline:
         # Sends of the time before: their receivers are posted by now, or will be without waiting for this rank.
         for _, work in before:
             work.wait()
+
+    def losses(self, _, batches, beat):
+        """As evaluation.validation.of_each_batch(): the last stage yields what it has computed."""
+        batches, chunks = list(batches), (self.module.last + 1) // self.stages
+        with self.weights_cast():
+            for actions in timetable(self.stages, chunks, len(batches), backward=False):
+                beat()
+                if action := actions[self.stage]:
+                    batch, source = batches[action.micro_step]
+                    ce_sum = self.forward(action, *batch)
+                    if action.part == self.module.last:
+                        yield ce_sum, batch[1], source
+                self.send_and_receive(actions)
 
     def sum_gradients(self):
         """Sum the gradients over the copies of this stage, a block at a time, and those of a tied embedding over the

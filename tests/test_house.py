@@ -26,7 +26,7 @@ FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
     {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
-    {'planning', 'evaluation/in_run.py', 'text/peek.py'},
+    {'planning', 'evaluation/in_run.py', 'evaluation/validation.py', 'text/peek.py'},
     LESSONS,
     EXPERTS,
     TENSOR,
