@@ -40,8 +40,8 @@ import fsdp_manual
 import offload
 import optim
 import tensor_manual
+from expert_manual import balance_experts
 from layout import Ranks
-from model import balance_experts
 from runtime import health
 from runtime.begin import begin, make_model
 from runtime.first_weights import initialise
