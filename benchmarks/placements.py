@@ -153,7 +153,9 @@ def _held(strategy, keys, config, rank):
         model = fsdp_manual.shard(
             raw_model, raw_model.blocks, mesh, torch.float32, config.zero_stage, 1, False, experts, expert_mesh
         )
-    run = SimpleNamespace(found=None, start_from=None, pretrained=None, config=config, device=device, share=share)
+    run = SimpleNamespace(
+        found=None, start_from=None, pretrained=None, config=config, device=device, home=device, share=share
+    )
     begin.initialise(raw_model, run)
 
     # First the weights at rest. Then a step whose gradients are the same numbers; with beta1 = 0 Adam's first moments

@@ -31,10 +31,10 @@ from precision import TIMES, assert_as_close_to_float64, assert_same_run, in_flo
 from pretrained import POSITIONS, save_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import context_manual
+import fsdp
 import fsdp_manual
 import optim
 from huggingface import finetune
@@ -110,12 +110,8 @@ def make_model(case):
 def shard(model, case):
     """The model to call, sharded over all ranks."""
     dtype, mesh = getattr(torch, case['dtype']), init_device_mesh('cpu', (dist.get_world_size(),))
-    if case['fsdp'] == 'manual':
-        return fsdp_manual.shard(model, model.blocks, mesh, dtype)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    by = fsdp_manual.shard if case['fsdp'] == 'manual' else fsdp.by_torch
+    return by(model, model.blocks, mesh, dtype)
 
 
 def whole(tensor):

@@ -14,11 +14,11 @@ from launch import TINY_MODEL, TINY_RUN, TINY_SYNTHETIC, Job, refusals, run_func
 from layouts import layout_of
 from outputs import column
 from precision import TIMES, apart, assert_same_run, error, in_float64, times_further
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import context_manual
+import fsdp
 import fsdp_manual
 import optim
 import tensor_manual
@@ -116,10 +116,7 @@ class Layout:
         elif self.case['fsdp'] == 'ddp':
             self.model = DistributedDataParallel(self.raw)
         elif self.case['fsdp'] == 'torch':
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            for block in self.raw.blocks:
-                fully_shard(block, mesh=self.mesh, mp_policy=policy)
-            fully_shard(self.raw, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
+            fsdp.by_torch(self.raw, self.raw.blocks, self.mesh, dtype)
 
     def train(self, steps, gradients=None):
         """[(loss, gradient norm) of each step], as in train_fsdp.py. `gradients` gets those of the first step."""
