@@ -331,6 +331,19 @@ class Pipeline:
         for _, work in before:
             work.wait()
 
+    def losses(self, _, batches, beat):
+        """As evaluation.validation.of_each_batch(): the last stage yields what it has computed."""
+        batches, chunks = list(batches), (self.module.last + 1) // self.stages
+        with self.weights_cast():
+            for actions in timetable(self.stages, chunks, len(batches), backward=False):
+                beat()
+                if action := actions[self.stage]:
+                    batch, source = batches[action.micro_step]
+                    ce_sum = self.forward(action, *batch)
+                    if action.part == self.module.last:
+                        yield ce_sum, batch[1], source
+                self.exchange(actions)
+
     def sum_gradients(self):
         """Sum the gradients over the copies of this stage, a block at a time, and those of a tied embedding over the
         first and the last stage. Call it after the last backward of a step."""

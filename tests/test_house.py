@@ -27,7 +27,7 @@ FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
     {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
-    {'planning', 'evaluation/in_run.py'},
+    {'planning', 'evaluation/in_run.py', 'evaluation/validation.py'},
     FSDP,
     LESSONS,
     EXPERTS,
