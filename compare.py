@@ -28,7 +28,7 @@ class Config:
     # the runs of a comparison: all combinations; a strategy leaves out keys that it does not have
     strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco']  # single = train_ddp.py in one process
     nproc = [2]  # ranks: one number, or several to compare [>= 1]
-    zero_stages = [3]  # for fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3) [>= 1, <= 3]
+    zero_stages = [3]  # for fsdp and parallel (2, 3), fsdp_manual and deepspeed (1, 2, 3) [>= 1, <= 3]
     checkpointing = []  # values of activation_checkpointing: none, full, selective
     dtypes = []  # float32, bfloat16, float16
     accumulations = [1]  # micro-steps per rank at the largest number of ranks; the global batch stays the same [>= 1]

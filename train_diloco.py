@@ -57,7 +57,7 @@ run = begin(config, explicit, 'diloco')  # ranks, device, data; every key that t
 if config.dry_run:  # a run says so once it knows how many steps are left
     run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 run.notes += diloco_check.mesh_lines(config.num_replicas, processes.local_world_size())
 diloco_check.refuse_differences(config, run.train_data, run.val_data)
