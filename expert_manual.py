@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from layout import Share, Slice
-from model import Experts, ModelConfig, TakeRows
+from model import GPT, SAVED_OPS, Experts, ModelConfig, TakeRows
 
 # --- the split --------------------------------------------------------------------------------------------------------
 
@@ -144,6 +144,8 @@ def rows_by_rank(counts, arriving, rows):
 # --- the exchange -----------------------------------------------------------------------------------------------------
 # Custom operators rather than an autograd.Function, because selective checkpointing knows operators by their names.
 
+SAVED_OPS += ['expert_manual.exchange.default', 'expert_manual.exchange_counts.default']
+
 begun = 0  # exchanges of this process; when ranks hang in one layer, the others wait for those that have begun fewer
 
 
@@ -189,3 +191,76 @@ def way_back(ctx, gradient):
 
 
 exchange.register_autograd(way_back, setup_context=keep_sizes)
+
+
+# --- balance ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def balance_experts(model, skip=False, group=None):
+    """
+    After a step, sum over the ranks how many tokens each expert had, for all layers at once. The sums become the
+    routers' load and move their biases. Collective; does nothing in a model without experts.
+
+    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes); load and bias then stay, too.
+    group: the ranks that train together, if these are not all ranks.
+
+    bias += router_bias * sign(k/E - load), minus the mean over experts, so that an expert with few tokens is chosen
+    more easily. There is no loss that would pull the router away from what the model is trained for (DeepSeek: arXiv
+    2408.15664).
+    """
+    routers = getattr(model, 'routers', None)
+    if not routers:
+        return
+    seen = torch.stack([router.seen for router in routers])  # (L, E+1)
+    dist.all_reduce(seen, group=group)
+    model.routed = seen  # for router_metrics()
+    torch._foreach_zero_([router.seen for router in routers])
+    if skip is True:
+        return
+    before, uniform = torch.stack([router.load for router in routers]), routers[0].k / routers[0].n_experts
+    load = uniform * (seen[:, :-1] / seen[:, :-1].mean(1, keepdim=True)).float()  # (L, E)
+    counts = load.isfinite()  # false in a step without any token
+    if isinstance(skip, torch.Tensor):
+        counts = counts & (skip == 0)
+    load = torch.where(counts, load, before)
+    torch._foreach_copy_([router.load for router in routers], load.unbind())
+    if routers[0].bias is not None:
+        bias = torch.stack([router.bias for router in routers])
+        bias += routers[0].bias_rate * (uniform - load).sign() * counts
+        bias -= bias.mean(1, keepdim=True)  # only differences matter
+        torch._foreach_copy_([router.bias for router in routers], bias.unbind())
+
+
+def router_metrics(model):
+    """
+    How the routers divided the last step's global batch: {name: number} for a row of the log, {} without experts. Waits
+    for the device.
+
+    router/violation       tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
+    router/dead            share of the experts with less than a hundredth of the mean
+    router/entropy         of the routers' probabilities, over ln E: 1 is undecided, 0 certain
+    router/fullest_rank    where ranks divide the experts: tokens of the fullest rank over the mean, less 1. First the
+                           micro-steps, and the groups of such ranks, are added up; in a single one it may be more
+    Each is the mean over the layers, and router/worst_... is the value of the worst layer. Lists show which one it is:
+    router/violation_of_layers, router/dead_of_layers    for each layer, from the first to the last
+    router/load_of_worst_layer    in the layer with the largest violation: tokens of each expert over the mean
+    """
+    seen = getattr(model, 'routed', None)
+    if seen is None:
+        return {}
+    seen = seen.cpu()  # waits here; with so few numbers a CPU is quicker than a GPU
+    counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
+    load = counts / counts.mean(1, keepdim=True)  # (L, E)
+    tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
+    of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
+    of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
+    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices if isinstance(model, GPT) else experts
+    if on_a_rank < experts:  # each rank holds equally many consecutive ones
+        of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
+    row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}
+    for name, values in of_layers.items():
+        row[f'router/worst_{name}'] = (values.amin() if name == 'entropy' else values.amax()).item()
+    lists = {f'{name}_of_layers': of_layers[name] for name in ('violation', 'dead')}
+    lists['load_of_worst_layer'] = load[of_layers['violation'].argmax()]
+    return row | {f'router/{name}': [round(value, 4) for value in values.tolist()] for name, values in lists.items()}

@@ -7,7 +7,7 @@ Pipeline parallelism by hand: every rank holds some of the blocks, and activatio
     with pipeline.weights_cast():
         for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does at one time
             ...  # pipeline.forward(action, x, y) or pipeline.backward(action, 1 / targets), or nothing
-            pipeline.exchange(actions)
+            pipeline.send_and_receive(actions)
     pipeline.sum_gradients()
 
 The blocks are divided into *parts*, each of which a micro-step runs through in one go. All parts have equally many
@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layout import counted
-from model import LLAMA_STYLE, ChunkedCrossEntropy, layout_of_documents
+from model import LLAMA_STYLE, ChunkedCrossEntropy, attention_of_documents
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
 
@@ -220,13 +220,13 @@ class Stage(nn.Module):
         tensor_manual.Split the activations are those of this rank's tokens, (B, T/t, C).
         """
         T = self.config.block_size
-        positions, layout = torch.arange(T, device=x.device), None
+        positions, attention = torch.arange(T, device=x.device), None
         if self.rotary is not None:
             self.rotary.prepare(x.device)
         if starts is not None:
-            layout = layout_of_documents(starts, T, self.compute_dtype, self.config.dropout, self.config.head_dim)
-            positions = layout.positions
-            layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+            attention = attention_of_documents(starts, T, self.compute_dtype, self.config.dropout, self.config.head_dim)
+            positions = attention.positions
+            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = x
         if part == 0:
             h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
@@ -234,7 +234,7 @@ class Stage(nn.Module):
                 h = h + self.pos_embed(positions).to(self.compute_dtype)
             h = self.drop(h)
         for number in self.of(part):
-            h = self.blocks[str(number)](h, None, layout)
+            h = self.blocks[str(number)](h, None, attention)
         if part < self.last:
             return h
         h = self.final_norm(h)
@@ -302,7 +302,7 @@ class Pipeline:
         work.wait()
         return tensor
 
-    def exchange(self, actions):
+    def send_and_receive(self, actions):
         """Send the result of this stage's action to the stage that needs it, and begin to receive what other stages'
         actions have for this one. actions: one list of the timetable. All stages call this once for each list."""
         operations, users = [], []
@@ -342,7 +342,7 @@ class Pipeline:
                     ce_sum = self.forward(action, *batch)
                     if action.part == self.module.last:
                         yield ce_sum, batch[1], source
-                self.exchange(actions)
+                self.send_and_receive(actions)
 
     def sum_gradients(self):
         """Sum the gradients over the copies of this stage, a block at a time, and those of a tied embedding over the

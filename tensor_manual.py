@@ -50,7 +50,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from exchange import collectives
 from layout import Share, Slice
-from model import Linear, ModelConfig
+from model import SAVED_OPS, Linear, ModelConfig
 from optim import local
 
 # How a module's parameters are cut: 0 by rows, which are outputs; 1 by the columns of the weight, which are inputs.
@@ -211,6 +211,8 @@ class PositionEmbedding(nn.Embedding):
 # --- collectives that autograd knows ----------------------------------------------------------------------------------
 # Custom operators rather than autograd.Functions, because torch.compile treats each as a single kernel, and selective
 # checkpointing knows them by their names.
+
+SAVED_OPS.append('tensor_manual.reduce_scatter.default')
 
 
 @torch.library.custom_op('tensor_manual::all_gather', mutates_args=())

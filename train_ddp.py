@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import data
 import optim
-from model import balance_experts
+from expert_manual import balance_experts
 from runtime.begin import begin, initialise, make_model, order_buckets
 from runtime.watch import Watch
 

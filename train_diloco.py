@@ -45,8 +45,9 @@ import expert_manual
 import fsdp
 import optim
 from exchange import diloco_check
+from expert_manual import balance_experts
 from layout import Ranks
-from model import balance_experts, is_load
+from model import is_load
 from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
@@ -163,7 +164,7 @@ if found and step < saved['step']:
     is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
     if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0: nothing was saved to replace it
         collectives.on_rank_0(checkpoint.discard, found)
-planner = diloco_check.Plan(outer, watch.meter, watch.say) if config.plan else None  # measures the link
+planner = diloco_check.RoundCosts(outer, watch.meter, watch.say) if config.plan else None  # measures the link
 journal = Journal(watch.log)
 train_batches = batches_from(step)
 while step < config.max_iters and not watch.must_stop:

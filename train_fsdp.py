@@ -30,7 +30,7 @@ import torch
 import data
 import fsdp
 import optim
-from model import balance_experts
+from expert_manual import balance_experts
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 

@@ -42,8 +42,8 @@ import expert_manual
 import fsdp
 import optim
 import tensor_manual
+from expert_manual import balance_experts
 from layout import Ranks
-from model import balance_experts
 from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch

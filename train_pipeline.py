@@ -112,7 +112,7 @@ while step < config.max_iters and not watch.must_stop:
             elif action:
                 model.backward(action, loss_factor)
             # send activations to the next part, and their gradients to the one before
-            model.exchange(actions)
+            model.send_and_receive(actions)
 
     watch.mark('update')
     # gradients: sum over the copies, undo the loss scale, clip the global norm

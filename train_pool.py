@@ -42,10 +42,10 @@ import diloco
 import fsdp
 import optim
 from exchange import diloco_check
+from expert_manual import balance_experts
 from layout import make_mesh
-from model import balance_experts
-from pool.plan import StorePlan
 from pool.replica import Replica, number_of_replicas
+from pool.round_costs import StoreRoundCosts
 from pool.rows import checksums_of_frozen
 from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
@@ -147,7 +147,7 @@ before = saved.get('numbers_of_replicas', [saved.get('numbers')])[0]  # what is 
 also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
 watch.begin_training(model, save, group=mesh.get_group(), numbers=before, tokens_per_step=own_tokens, also_log=also_log)
 numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
-planner = StorePlan(replica, watch.meter, watch.say) if config.plan else None  # measures the store
+planner = StoreRoundCosts(replica, watch.meter, watch.say) if config.plan else None  # measures the store
 journal = Journal(watch.log)
 replica.say, replica.waiting = watch.say, may_leave
 replica_number, at, end = 0, step, step  # whose data is read, and the steps [at, end) of it that are claimed

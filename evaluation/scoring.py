@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from model import MaskedLayout
+from model import MaskedAttention
 from system import processes
 
 LOGITS_BYTES = {'cpu': 1 << 25, 'cuda': 1 << 28}  # at most, for one chunk of tokens
@@ -65,7 +65,7 @@ def batches_of(rows, batch_size):
 
 def tensors_of(rows, device, multiple=1):
     """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch, with T padded to a multiple of
-    `multiple`. tree: the rows' attention layout, or None if no row has branches. places: in the flattened tokens."""
+    `multiple`. tree: the rows' attention, or None if no row has branches. places: in the flattened tokens."""
     T = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
 
     def padded(lists, value):
@@ -77,7 +77,7 @@ def tensors_of(rows, device, multiple=1):
     if any(row.branches[-1] for row in rows):
         branches = padded([row.branches for row in rows], -1)
         query, key = branches[:, None, :, None], branches[:, None, None, :]
-        tree = MaskedLayout(padded([row.positions for row in rows], 0), ((query == key) | (key == 0)).tril())
+        tree = MaskedAttention(padded([row.positions for row in rows], 0), ((query == key) | (key == 0)).tril())
     return padded([row.tokens for row in rows], 0), tree, places, targets, numbers
 
 
@@ -113,7 +113,7 @@ def log_likelihoods(
         def score(hidden, weight, places=places, targets=targets):
             return score_tokens(hidden.flatten(0, 1)[places], weight, targets)
 
-        nats, is_likeliest = model(tokens, layout=tree, then=score)
+        nats, is_likeliest = model(tokens, attention=tree, then=score)
         if mine < len(batches):
             totals[0].index_add_(0, numbers, nats.double())
             totals[1].index_add_(0, numbers, is_likeliest.double())

@@ -29,7 +29,6 @@ import expert_manual
 import float8
 from evaluation import validation
 from huggingface import finetune, native
-from model import router_metrics
 from runtime import checkpoint, health
 from runtime.best import Best
 from runtime.log import Log, say_when_compiling_ends
@@ -226,7 +225,7 @@ class Watch:
         row = {'loss': self.numbers.mean_loss()}
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
-        return row | self.meter.interval() | router_metrics(self.raw_model) | self.also_log()
+        return row | self.meter.interval() | expert_manual.router_metrics(self.raw_model) | self.also_log()
 
     def compare_weights(self, step, model):
         """Raise an error unless all ranks hold bit-equal weights. Failing memory or a failing GPU can show up here."""

@@ -38,7 +38,7 @@ import fsdp
 import fsdp_manual
 import optim
 from huggingface import finetune
-from model import GPT, ModelConfig, layout_of_documents
+from model import GPT, ModelConfig, attention_of_documents
 from planning import traffic
 from runtime import meter
 
@@ -196,11 +196,11 @@ def exact(impl, packed, model):
     batch = [torch.arange(T).repeat(BATCH, 1)] * 2 + [torch.tensor(STARTS)] * packed
     mask = torch.ones(T, T).bool().tril()
     if packed:
-        mask = layout_of_documents(torch.tensor(STARTS), T, torch.float32, dropout=0.0, head_dim=8).mask
+        mask = attention_of_documents(torch.tensor(STARTS), T, torch.float32, dropout=0.0, head_dim=8).mask
     expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    mine, _, _, layout = context.part(batch)
+    mine, _, _, attention = context.part(batch)
     mine = mine[0]
-    out = layout.attend(*(tensor[:, :, mine] for tensor in (q, k, v)))
+    out = attention.attend(*(tensor[:, :, mine] for tensor in (q, k, v)))
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     of_ours, of_theirs = (
         torch.autograd.grad(result, (q, k, v), of_result)
@@ -222,8 +222,8 @@ def perturbed(impl):
     logits = []
     with torch.no_grad():
         for tokens in (x, changed):
-            mine, *_, layout = context.part((tokens, y, starts))
-            logits.append(model(mine, layout=layout))
+            mine, *_, attention = context.part((tokens, y, starts))
+            logits.append(model(mine, attention=attention))
     columns = context.part((torch.arange(T).repeat(BATCH, 1), y, starts))[0]  # (BATCH, T/N)
     inside = (columns >= 11) & (columns < 30) & (torch.arange(BATCH) == 3)[:, None]
     differs = (logits[0] != logits[1]).any(-1)
@@ -503,9 +503,9 @@ def test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_not
     context = context_manual.Context.__new__(context_manual.Context)
     context.ranks, context.impl, context.group = 2, 'ring', types.SimpleNamespace(group_name='of two')
     x = torch.zeros(2, 16, dtype=torch.int64, device='meta')
-    x, y, starts, layout = context.part((x, x, torch.tensor([[0, 5, 16], [0, 16, 16]])))
-    assert x.shape == y.shape == layout.positions.shape == (2, 8) and starts is None
-    assert layout.positions.is_meta and layout.documents.tolist() == [[0, 5, 16], [0, 16, 16]]
+    x, y, starts, attention = context.part((x, x, torch.tensor([[0, 5, 16], [0, 16, 16]])))
+    assert x.shape == y.shape == attention.positions.shape == (2, 8) and starts is None
+    assert attention.positions.is_meta and attention.documents.tolist() == [[0, 5, 16], [0, 16, 16]]
 
 
 @pytest.mark.parametrize('causal', [False, True])
