@@ -306,7 +306,8 @@ def closest(key, knobs):
 def help_text(knobs, values, docstring):
     """The script's docstring, then one line per key: default, type and comment, under the section's name."""
     rows = {key: (f'--{key}={values[key]}', ' | '.join(types_of(knob)) or 'any') for key, knob in knobs.items()}
-    key_width = max((len(default) for default, _ in rows.values()), default=0)
+    # A list of many words does not push the comments of all other keys off the screen.
+    key_width = max((len(default) for default, _ in rows.values() if len(default) <= 40), default=0)
     type_width = max((len(types) for _, types in rows.values()), default=0)
     lines = [(docstring or '').strip(), '', 'Config files (*.py), then --key=value; the last one wins. The defaults:']
     section = None

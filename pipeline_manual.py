@@ -7,7 +7,7 @@ Pipeline parallelism by hand: every rank holds some of the blocks, and activatio
     with pipeline.weights_cast():
         for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does at one time
             ...  # pipeline.forward(action, x, y) or pipeline.backward(action, 1 / targets), or nothing
-            pipeline.exchange(actions)
+            pipeline.send_and_receive(actions)
     pipeline.sum_gradients()
 
 The blocks are divided into *parts*, each of which a micro-step runs through in one go. All parts have equally many
@@ -276,7 +276,7 @@ class Pipeline:
         work.wait()
         return tensor
 
-    def exchange(self, actions):
+    def send_and_receive(self, actions):
         """Send the result of this stage's action to the stage that needs it, and begin to receive what other stages'
         actions have for this one. actions: one list of the timetable. All stages call this once for each list."""
         operations, users = [], []
@@ -304,6 +304,19 @@ class Pipeline:
         # Sends of the time before: their receivers are posted by now, or will be without waiting for this rank.
         for _, work in before:
             work.wait()
+
+    def losses(self, _, batches, beat):
+        """As evaluation.validation.of_each_batch(): the last stage yields what it has computed."""
+        batches, chunks = list(batches), (self.module.last + 1) // self.stages
+        with self.weights_cast():
+            for actions in timetable(self.stages, chunks, len(batches), backward=False):
+                beat()
+                if action := actions[self.stage]:
+                    batch, source = batches[action.micro_step]
+                    ce_sum = self.forward(action, *batch)
+                    if action.part == self.module.last:
+                        yield ce_sum, batch[1], source
+                self.send_and_receive(actions)
 
     def sum_gradients(self):
         """Sum the gradients over the copies of this stage, a block at a time, and those of a tied embedding over the

@@ -31,7 +31,6 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import context_manual
@@ -46,7 +45,6 @@ from layout import Ranks
 from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
-from system import processes
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
@@ -102,32 +100,10 @@ if config.cpu_offload == 'optimizer':
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
-watch = Watch(run, step, state)  # the log and whatever else only observes
+watch = Watch(run, step, state, context and context.part)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
-
-
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    place = batch_size, rank, world_size, device
-    for batch, source in data.eval_batches(run.val_data, windows, *place, starts_on_host=context is not None):
-        watch.at('evaluation', step)
-        if context:
-            batch = context.part(batch)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 if config.eval_only:
-    watch.evaluate_only(model, step, evaluate)
+    watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -135,12 +111,12 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-if config.fsdp_impl == 'manual':
-    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-watch.begin_training(model, save, evaluate)
+also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
+watch.begin_training(model, save, also_log=also_log)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
-    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device,
-    starts_on_host=context is not None,
+    run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+    batch_size=batch_size, rank=rank, world_size=world_size, device=device, starts_on_host=context is not None,
 )  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
@@ -190,8 +166,8 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()

@@ -17,7 +17,7 @@ from precision import MARGIN, gap_of_choice, likeliest
 from pretrained import POSITIONS, save_model
 from short import slow_but
 
-from evaluation import rules, scoring, tasks
+from evaluation import grading, scoring, tasks
 
 EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
 WORDS = 'the cat sat on a mat, and ran to see that Größe of it was 17 -- or so'.split()
@@ -320,7 +320,7 @@ def test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding(m
 )
 def test_a_rule_says_what_is_right(row, text, expected):
     rule = {'rule': 'gsm8k'} if 'strict_match' in expected else {}
-    assert rules.Rule.of({'prompt': '?', **row, **rule}, 'file, row 1').judge(text) == expected
+    assert grading.Rule.of({'prompt': '?', **row, **rule}, 'file, row 1').judge(text) == expected
 
 
 def test_examples_and_descriptions_become_messages_where_a_chat_template_is_applied(models, tmp_path):

@@ -27,7 +27,7 @@ from short import slow_but
 import expert_manual
 import offload
 from dataset import shards
-from dataset.shuffle import sample_windows
+from dataset.shuffle import permuted
 from keys import Keys
 from layout import Ranks, Share
 from model import Experts
@@ -82,7 +82,7 @@ def make_dataset(data_dir, name, kind_of):
     n, random = (len(shards.read_shard(shard)) - 1) // T, np.random.default_rng(1)
     below = {'low': (0, 128), 'high': (128, VOCABULARY), 'both': (0, VOCABULARY)}
     tokens = np.zeros(n * T + 1, dtype=np.int64)
-    for sample, window in enumerate(sample_windows(np.arange(STEPS * BATCH), n, Keys.seed)):
+    for sample, window in enumerate(permuted(np.arange(STEPS * BATCH), n, Keys.seed)):
         tokens[window * T : (window + 1) * T] = random.integers(*below[kind_of(sample % BATCH)], T)
     shards.write_shard(shard, tokens, np.uint16)
     meta = json.loads((data_dir / name / 'meta.json').read_text())
