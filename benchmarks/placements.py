@@ -117,7 +117,7 @@ def held_by_rank(rank):
     held = {}
     for name, (strategy, _, _) in STRATEGIES.items():
         keys = keys_of(name)
-        with as_rank(rank), mock.patch.object(expert_manual, 'exchange_counts', lambda counts, group: counts):
+        with as_rank(rank), mock.patch.object(expert_manual, 'send_counts', lambda counts, group: counts):
             held[name] = _held(strategy, keys, SimpleNamespace(**keys), rank)
     return held
 
