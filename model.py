@@ -781,22 +781,34 @@ def tokens_per_chunk(tokens, most):
     return most
 
 
-def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
-    """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first for the logits (n, V)."""
-    logits[:, vocab_size:] = -math.inf  # padding gets probability 0
+def log_softmax(logits, index, here):
+    """Of logits (n, V): log-probabilities, that of the target in column index (n, 1), and logsumexp (n), all in fp32.
+    here (n): whether the target is one of these columns."""
     log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)  # (n, V)
-    valid = (targets >= 0).float()  # (n)
-    index = targets.clamp(min=0)[:, None]  # (n, 1)
-    log_prob = log_probs.gather(1, index)[:, 0]  # (n), of the target
-    lse = logits.gather(1, index)[:, 0].float() - log_prob  # (n), since log_prob = logit - lse
+    log_prob = log_probs.gather(1, index)[:, 0]  # (n)
+    return log_probs, log_prob, logits.gather(1, index)[:, 0].float() - log_prob  # since log_prob = logit - lse
+
+
+def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, first=0, normalise=log_softmax):
+    """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first for the logits (n, V).
+
+    Where ranks share the vocabulary, `first` is the token of the first column, and `normalise` takes the place of
+    log_softmax(): it asks the other ranks.
+    """
+    dtype = logits.dtype
+    logits[:, max(0, vocab_size - first) :] = -math.inf  # padding gets probability 0
+    column = targets - first
+    here = (column >= 0) & (column < logits.shape[1]) & (targets >= 0)  # (n)
+    index, valid = column.clamp(0, logits.shape[1] - 1)[:, None], (targets >= 0).float()  # (n, 1) and (n)
+    log_probs, log_prob, lse = normalise(logits, index, here)
     ce_sum = -(log_prob * valid).sum()
     loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
     if not with_gradient:
         return loss_sum, ce_sum, None
     # d ce / d logits = softmax - one_hot(target), and d lse^2 / d logits = 2 * lse * softmax
     gradient = log_probs.exp_().mul_((valid * (1 + 2 * z_loss * lse))[:, None])
-    gradient.scatter_add_(1, index, -valid[:, None])
-    return loss_sum, ce_sum, gradient.to(logits.dtype)
+    gradient.scatter_add_(1, index, -here.float()[:, None])
+    return loss_sum, ce_sum, gradient.to(dtype)
 
 
 def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
@@ -816,6 +828,27 @@ def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
     softmax = (logits32 - lse[:, None]).exp()
     gradient = softmax * (valid * (1 + 2 * z_loss * lse))[:, None] - (columns == targets[:, None]).float()
     return loss_sum, ce_sum, gradient.to(logits.dtype)
+
+
+class Head(Linear):
+    """From hidden states to logits, or to the loss. The rows of its weight are the tokens of the vocabulary."""
+
+    def __init__(self, config):
+        super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
+        self.vocab_size, self.z_loss = config.vocab_size, config.z_loss
+
+    def whole(self):
+        """The weight (V, C), also where this rank has only a part of it."""
+        return self.weight
+
+    def forward(self, h):
+        """Logits (..., vocab_size) of hidden states (..., C)."""
+        return linear(h, self.whole())[..., : self.vocab_size]
+
+    def loss(self, h, y, cross_entropy):
+        """(loss_sum, ce_sum) of hidden states (B, T, C) for targets (B, T). cross_entropy: for ChunkedCrossEntropy."""
+        options = self.vocab_size, self.z_loss, torch.is_grad_enabled(), cross_entropy
+        return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.weight, y.flatten(), *options)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -840,25 +873,28 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.n_layer))
         self.routers = [block.mlp.router for block in self.blocks] if config.n_experts else []
         self.final_norm = Norm(config, config.n_embd)
-        self.head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        if config.tie_embeddings:
+        self.head = Head(config)
+        self.tie()
+
+    def tie(self):
+        """Make head and embedding one parameter, where they are tied. (In a pipeline a rank may have neither.)"""
+        if self.config.tie_embeddings and self.embed is not None:
             self.head.weight = self.embed.weight
 
     def _apply(self, *args, **kwargs):
         """to_empty(), to() and the like replace parameters module by module, so tied ones have to be tied again."""
-        had_values = not self.embed.weight.is_meta
+        empty = [router for router in self.routers if router.load.is_meta]
         super()._apply(*args, **kwargs)
-        if not had_values:
-            for router in self.routers:
-                router.begin()
-        if self.config.tie_embeddings:
-            self.head.weight = self.embed.weight
+        for router in empty:
+            router.begin()
+        self.tie()
         return self
 
     def forward(self, x, y=None, starts=None, attention=None, cache=None, then=None):
         """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins.
         attention: one of the classes above, in place of `starts`. cache: one KVCache per block, with the tokens
-        before x. then: a function of (hidden (B, T, C), head (vocab_size, C)), whose result is returned.
+        before x. then: a function of (hidden (B, T, C), logits_of), whose result is returned; logits_of is a function
+        from rows of hidden to their logits.
 
         With targets it returns (loss_sum, ce_sum), fp32 scalars that are sums over the positions with y != -1. loss_sum
         is the cross-entropy plus z_loss * logsumexp(logits)^2, and when a mixture trains plus what its routers add; it
@@ -866,49 +902,60 @@ class GPT(nn.Module):
         Without targets it returns the logits (B, T, vocab_size), with a cache only those of the last token
         (B, 1, vocab_size). Raises ValueError for more than block_size tokens.
         """
-        first_position = cache[0].length if cache else 0
-        end = first_position + x.shape[1]
-        if end > self.config.block_size:
-            raise ValueError(f'{end} tokens are more than block_size={self.config.block_size}')
+        h, routings = self.hidden(x, starts, attention, cache)
+        if then is not None:
+            head = self.head.whole()[: self.config.vocab_size].to(h.dtype)
+            return then(h, lambda rows: rows @ head.T)
+        return self.head(h) if y is None else self.loss(h, y, routings)
 
-        positions = torch.arange(first_position, end, device=x.device)
-        if self.rotary is not None:
-            self.rotary.prepare(x.device)
-        if starts is not None:
-            sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
-            attention = attention_of_documents(starts, x.shape[1], *sizes)
-        if attention is not None:
-            positions = attention.positions
-            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
-        h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
-        if self.pos_embed is not None:
-            h = h + self.pos_embed(positions).to(self.compute_dtype)
-        h, routings = self.drop(h), []
+    def hidden(self, x, starts=None, attention=None, cache=None):
+        """What the head sees, (B, T, C), with a cache (B, 1, C); and for the loss what the routers of a mixture say."""
+        first = cache[0].length if cache else 0
+        positions, attention = self.places(first, x.shape[1], x.device, starts, attention)
+        h, routings = self.embedded(x, positions), []
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
             h = block(h, block_cache, attention)
             if self.routers:
                 h, routing = h
                 routings.append(routing)
-        if cache:
-            h = h[:, -1:]  # (B, 1, C)
+        return self.finished(h[:, -1:] if cache else h), routings
+
+    def places(self, first, T, device, starts=None, attention=None):
+        """The positions of T tokens, after `first` others, and the attention, which knows their rotation."""
+        if first + T > self.config.block_size:
+            raise ValueError(f'{first + T} tokens are more than block_size={self.config.block_size}')
+        positions = torch.arange(first, first + T, device=device)
+        if self.rotary is not None:
+            self.rotary.prepare(device)
+        if starts is not None:
+            sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
+            attention = attention_of_documents(starts, T, *sizes)
+        if attention is not None:
+            positions = attention.positions
+            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+        return positions, attention
+
+    def embedded(self, x, positions):
+        """What the first block sees of tokens (B, T): (B, T, C)."""
+        h = self.embed(x).to(self.compute_dtype)
+        if self.pos_embed is not None:
+            h = h + self.pos_embed(positions).to(self.compute_dtype)
+        return self.drop(h)
+
+    def finished(self, h):
+        """What the head sees of the last block's result."""
         h = self.final_norm(h)
         if self.config.base_width is not None:  # the logits get smaller by m_N
             h = h / self.config.ratios[0]
+        return h
 
-        if then is not None:
-            return then(h, self.whole_head()[: self.config.vocab_size])
-        if y is None:
-            return self.head(h)[..., : self.config.vocab_size]
-        options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
-        loss_sum, ce_sum = ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
+    def loss(self, h, y, routings=()):
+        """(loss_sum, ce_sum) of what the head sees, see forward()."""
+        loss_sum, ce_sum = self.head.loss(h, y, self.cross_entropy)
         if self.routers and self.training and torch.is_grad_enabled():
             # Not in the blocks, because with activation checkpointing these would count their tokens twice.
             loss_sum = loss_sum + loss_of_routers(self.routers, routings, y)
         return loss_sum, ce_sum
-
-    def whole_head(self):
-        """The head's weight (V, C). If a rank has only some rows, tensor_manual.py replaces this by an all-gather."""
-        return self.head.weight
 
     def new_cache(self, capacity):
         """A cache for forward(), with room for `capacity` tokens in each row."""

@@ -445,8 +445,8 @@ class ForTraining:
         """As model.GPT.forward(): (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without y logits (B, T, V).
         starts (B, M): where each document of a row begins, or instead of it `attention`, as in GPT.forward(); attention
         then stays within documents. cache: from new_cache(), with the tokens before x; the result is then the logits of
-        the last token, (B, 1, V). then: a function that is called with (hidden, head), or with (logits, None) if the
-        class makes logits in its own way, and whose result is returned."""
+        the last token, (B, 1, V). then: as in GPT.forward(); if the class makes logits in its own way, hidden are the
+        logits."""
         if cache is not None:
             return self.last_logits(x, attention, cache)
         options = {'use_cache': False}
@@ -468,14 +468,15 @@ class ForTraining:
             if not self.has_plain_head or y is None and then is None:
                 logits = super().forward(x, **options).logits
                 if y is None:
-                    return logits if then is None else then(logits, None)
+                    return logits if then is None else then(logits, lambda rows: rows)
                 hidden, targets, vocab_size = None, y.flatten(), logits.shape[-1]
                 sums = loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
             else:
                 hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
         if hidden is not None:
             if then is not None:
-                return then(hidden, head.weight)
+                weight = head.weight.to(hidden.dtype)
+                return then(hidden, lambda rows: rows @ weight.T)
             options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
             sums = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
         if self.routers and self.training and torch.is_grad_enabled():

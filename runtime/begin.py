@@ -75,6 +75,11 @@ class Run:
     def tokens_per_step(self):
         return self.config.global_batch_size * self.config.block_size
 
+    @property
+    def home(self):
+        """The device where weights and optimizer state live."""
+        return torch.device('cpu') if vars(self.config).get('cpu_offload') == 'params' else self.device
+
     def join(self):
         """Join the process group and find the checkpoint to resume from. With dry_run, print the plan and exit instead.
 

@@ -5,7 +5,9 @@ together. What the ranks divide among them (layout.py) is found here.
     fill_in(run)    # run.config is final, run.layout and run.model_config are known
 """
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 from configurator import without_effect
 from layout import Layout, choose_sizes
@@ -43,7 +45,7 @@ def check_effects(run):
         facts['has_routers'] = pretrained and run.strategy != 'deepspeed' and pretrained.has_routers
     if 'stop_before_end_s' in run.explicit:
         facts['ends_at_s'] = stopping.end_of_slurm_job()
-    run.notes += without_effect(f'train_{run.strategy}.py', config, run.explicit, **facts)
+    run.notes += without_effect(Path(sys.argv[0]).name, config, run.explicit, **facts)
 
 
 def fill_layout(run, ranks):

@@ -166,10 +166,10 @@ def initialise(model, run, device=None):
 
     GPT.initial_value() defines what each parameter begins with; with native=True, huggingface.native does.
 
-    model: on the meta device, sharded or not. device: where the parameters are kept; None = where the run computes.
+    model: on the meta device, sharded or not. device: where the parameters are kept, if that is not run.home.
     """
-    model.to_empty(device=device or run.device)
-    for module in model.modules() if device else ():  # weights may be kept on the host, but buffers are used by forward
+    model.to_empty(device=device or run.home)
+    for module in model.modules():  # weights may be kept on the host, but buffers are used by forward
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         module._buffers.update({name: buffer.to(run.device) for name, buffer in buffers.items()})
     if run.found and run.base is None:  # resume() will load all weights
