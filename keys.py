@@ -79,6 +79,9 @@ class Keys:
     rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's [> 0]
     yarn = []  # init_from: extend its block_size by this factor (YaRN); 4,1024 also states the block_size before [>= 1]
     attention_gate = False  # qwen3: sigmoid gate on the attention output
+    window_pattern: str | None = None  # layers in turn: S sees window_size tokens, L all before it: SSSL; None = all L
+    window_size: int | None = None  # tokens that a layer S sees, itself among them; window_pattern says which [>= 1]
+    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap): Gemma 2's is 30; None = off [> 0]
     parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
     base_width: int | None = None  # mup, completep: n_embd of the model on which the learning rate was tuned [>= 1]
     base_depth: int | None = None  # completep: its n_layer [>= 1]
@@ -212,6 +215,7 @@ OTHER_TRAINERS = {
     'gradient_checkpointing recompute': 'activation_checkpointing (none, full, selective, offload)',
     'enable_activation_checkpointing enable_activation_offloading': 'activation_checkpointing=full, =offload',
     'rope_scaling rotary_base': 'yarn, rope_theta',
+    'sliding_window final_logit_softcapping': 'window_pattern and window_size, logit_softcap',
     'use_orig_params auto_wrap_policy sync_module_states': 'none: parameters keep their names, each block is a unit',
     'no_sync reduce_every_micro_step': 'accumulate=unsharded (default), accumulate=sharded',
     'resume_from_checkpoint auto_resume no_auto_resume': 'resume=auto (default), resume=must, resume=never',

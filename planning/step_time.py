@@ -210,10 +210,11 @@ def work(config, model, device):
     ((forward, backward) of a block, (forward, backward) of the rest): seconds of one micro-step on one rank.
 
     A matmul with P weights takes 2 P FLOPs per token, and its two gradients take twice that. Causal attention over T
-    tokens takes 2 T H D per token (two products, each with T/2 keys), and backward 2.5 times that, since it recomputes
-    the scores. Everything else is bound by memory: when compiled, a block reads or writes 8 C numbers per token for
-    norms and residuals, 2 (H + K) D for the rotation and 3 M for the activation, and twice as many in backward. The
-    loss computes its gradients by hidden states and head in forward already, and moves 8 bytes per logit.
+    tokens takes 2 T H D per token (two products, each with T/2 keys; with a window of w tokens, w - w^2 / 2T keys), and
+    backward 2.5 times that, since it recomputes the scores. Everything else is bound by memory: when compiled, a block
+    reads or writes 8 C numbers per token for norms and residuals, 2 (H + K) D for the rotation and 3 M for the
+    activation, and twice as many in backward. The loss computes its gradients by hidden states and head in forward
+    already, and moves 8 bytes per logit.
     """
     tokens = config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
     C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
@@ -222,7 +223,10 @@ def work(config, model, device):
         M = k * config['expert_hidden_dim'] + (8 if config.get('expert_parallel', 1) > 1 else 4) / 3 * k * C
     in_matmuls = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2)
     matmul = 2 * (in_matmuls - idle_numbers(model.blocks[0])) / device.matmul
-    attention = 2 * config['block_size'] * H * D / device.attention
+    T, pattern = config['block_size'], config.get('window_pattern') or 'L'
+    windows = [config['window_size'] if letter == 'S' else T for letter in pattern]
+    keys = sum(w - w * w / (2 * T) for w in windows) / len(windows)  # that a query meets, on average
+    attention = 4 * keys * H * D / device.attention
     other = sizes.BYTES[config['dtype']] * (8 * C + 2 * (H + K) * D + 3 * M) / device.memory
     forward, backward = matmul + attention + other, 2 * matmul + 2.5 * attention + 2 * other
     vocabulary = model.head.weight.shape[0]

@@ -574,7 +574,7 @@ def check_resume(saved, config, identity, learning_rate_at):
         )
     then = {**saved['identity'], 'data': now_is}
     of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}
-    of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0}
+    of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0, 'logit_softcap': None, 'window_pattern': None}
     then['model'] = {**of_earlier_versions, **then.get('model', {})}
     checkpoint.check_identity(then, {**identity, 'data': now_is})
     if step > config.max_iters and not config.eval_only:
