@@ -31,7 +31,7 @@ class Config:
     # which strategy? a run for each combination; a strategy leaves out keys that it does not have
     strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco']  # single = train_ddp.py in one process
     nproc = [2]  # ranks: one number, or several to compare [>= 1]
-    zero_stages = [3]  # for fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3) [>= 1, <= 3]
+    zero_stages = [3]  # for fsdp and parallel (2, 3), fsdp_manual and deepspeed (1, 2, 3) [>= 1, <= 3]
     inner_steps = [10]  # diloco: steps between two exchanges [>= 1]
     repeats = 3  # repeats of each run, in turns: if the machine is slow for a while, it is slow for all [>= 1]
     bench = False  # only speed and memory: random tokens, 30 steps of one micro-step, no evaluation or checkpoint

@@ -122,9 +122,9 @@ class SharedExperts(Experts):
     def forward(self, rows, ends):
         """rows (R, C), sorted by expert; ends (E) int32, as in Experts.forward(). Returns (R, C), in the same order."""
         counts = ends.diff(prepend=ends.new_zeros(1)).view(-1, self.here)  # (t, E/t): to each rank, for its experts
-        arriving = exchange_counts(counts, self.ranks.group)  # (t, E/t): from each rank, for the experts of this one
+        arriving = send_counts(counts, self.ranks.group)  # (t, E/t): from each rank, for the experts of this one
         sent, received = rows_by_rank(counts, arriving, rows)
-        rows = exchange(rows, sent, received, self.ranks.group)  # sorted by rank, those of a rank by expert
+        rows = send_rows(rows, sent, received, self.ranks.group)  # sorted by rank, those of a rank by expert
 
         expert = torch.arange(self.here, device=rows.device).repeat(len(sent))  # of each of the t x E/t parts
         expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(received))  # (R'), of each row
@@ -133,7 +133,7 @@ class SharedExperts(Experts):
         rows = TakeRows.apply(rows, order, place[:, None])
         rows = super().forward(rows, arriving.sum(0).cumsum(0, dtype=torch.int32))
         rows = TakeRows.apply(rows, place, order[:, None])
-        return exchange(rows, received, sent, self.ranks.group)
+        return send_rows(rows, received, sent, self.ranks.group)
 
 
 def rows_by_rank(counts, arriving, rows):
@@ -141,16 +141,16 @@ def rows_by_rank(counts, arriving, rows):
     return torch.stack((counts.sum(1), arriving.sum(1))).tolist()
 
 
-# --- the exchange -----------------------------------------------------------------------------------------------------
+# --- sending ----------------------------------------------------------------------------------------------------------
 # Custom operators rather than an autograd.Function, because selective checkpointing knows operators by their names.
 
-SAVED_OPS += ['expert_manual.exchange.default', 'expert_manual.exchange_counts.default']
+SAVED_OPS += ['expert_manual.send_rows.default', 'expert_manual.send_counts.default']
 
 begun = 0  # exchanges of this process; when ranks hang in one layer, the others wait for those that have begun fewer
 
 
-@torch.library.custom_op('expert_manual::exchange', mutates_args=())
-def exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+@torch.library.custom_op('expert_manual::send_rows', mutates_args=())
+def send_rows(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     """Send consecutive rows (R, C) to the ranks in turn, and return those that arrive, (R', C), by rank. Collective.
 
     sent, received: how many rows go to each rank and come from it; 0 is fine. Backward sends the gradients back.
@@ -162,8 +162,8 @@ def exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> 
     return arrived
 
 
-@torch.library.custom_op('expert_manual::exchange_counts', mutates_args=())
-def exchange_counts(counts: Tensor, group: str) -> Tensor:
+@torch.library.custom_op('expert_manual::send_counts', mutates_args=())
+def send_counts(counts: Tensor, group: str) -> Tensor:
     """Send row i of counts (t, n), integers, to rank i; row i of what is returned comes from rank i. Collective."""
     global begun
     begun += 1
@@ -172,12 +172,12 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:
     return arrived
 
 
-@exchange.register_fake
-def shape_of_exchanged(rows, sent, received, group):  # for planning/activations.py
+@send_rows.register_fake
+def shape_of_rows(rows, sent, received, group):  # for planning/activations.py
     return rows.new_empty(sum(received), *rows.shape[1:])
 
 
-@exchange_counts.register_fake
+@send_counts.register_fake
 def shape_of_counts(counts, group):
     return torch.empty_like(counts)
 
@@ -187,10 +187,10 @@ def keep_sizes(ctx, inputs, output):
 
 
 def way_back(ctx, gradient):
-    return exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+    return send_rows(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-exchange.register_autograd(way_back, setup_context=keep_sizes)
+send_rows.register_autograd(way_back, setup_context=keep_sizes)
 
 
 # --- balance ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Train a language model with data parallelism: every rank holds the whole model, 
     torchrun --nproc_per_node=4 train_ddp.py config/quickstart.py     # 4 GPUs, or 4 CPU processes (gloo)
     python train_ddp.py --help                                        # every key with its default and meaning
 
-`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes, and context, tensor and expert parallelism.
+`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes.
 """
 
 import math
@@ -34,7 +34,7 @@ from runtime.watch import Watch
 
 run = begin(config, explicit, 'ddp')  # ranks, device, data; every key that the run needs now has a value
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
 # --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
@@ -44,7 +44,9 @@ model = raw_model
 if world_size > 1:
     if config.compile:  # dynamo would split blocks at ends of gradient buckets, but DDP's hooks run between blocks
         torch._dynamo.config.optimize_ddp = False
-    model = DistributedDataParallel(raw_model, device_ids=[device] if on_cuda else None, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        raw_model, device_ids=[device] if run.on_cuda else None, gradient_as_bucket_view=True
+    )
     # DDP would overwrite all buffers with rank 0's in every forward. Here they are constants, or hold what a router has
     # counted on its own rank.
     model.broadcast_buffers = False

@@ -38,13 +38,11 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import data
 import diloco
 import expert_manual
-import fsdp_manual
-import offload
+import fsdp
 import optim
 from exchange import diloco_check
 from expert_manual import balance_experts
@@ -60,7 +58,7 @@ run = begin(config, explicit, 'diloco')  # ranks, device, data; every key that t
 if config.dry_run:  # a run says so once it knows how many steps are left
     run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 run.notes += diloco_check.mesh_lines(config.num_replicas, processes.local_world_size())
 diloco_check.refuse_differences(config, run.train_data, run.val_data)
@@ -75,35 +73,11 @@ if config.expert_parallel > 1:  # experts are sharded over fewer ranks than othe
     expert_mesh = run.layout.expert_mesh(device, config.timeout_s)
     experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), run.share)
     expert_mesh = expert_mesh['shard']
-# A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
-blocks, size = raw_model.blocks, config.blocks_per_unit
-units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
-offloads = config.cpu_offload == 'params'
-if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(
-        raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads, experts, expert_mesh
-    )
-else:
-    precision = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
-    sharding = {'mp_policy': precision}
-    if offloads:
-        sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
-    for module in experts:
-        fully_shard(module, mesh=expert_mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-        module.set_gradient_divide_factor(shard_size)  # an expert has computed tokens of all ranks of the replica
-        if expert_mesh.size(-1) > 1:  # gloo's reduce-scatter can only sum: FSDP divides after it, as for a single rank
-            module.set_force_sum_reduction_for_comms(True)
-    for unit in units:
-        fully_shard(list(unit), mesh=mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-    # The root stays gathered after forward, because backward begins with its head.
-    model = fully_shard(raw_model, mesh=mesh, reshard_after_forward=False, **sharding)
+model = fsdp.shard(raw_model, mesh, run, experts, expert_mesh)  # by fully_shard, or by fsdp_manual.py
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
-initialise(raw_model, run, home)  # fp32 master weights, the same in every replica
-opt = optim.from_config(raw_model, config, home, run.share)
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
+initialise(raw_model, run)  # fp32 master weights, the same in every replica
+opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 

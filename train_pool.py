@@ -36,12 +36,10 @@ class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import data
 import diloco
-import fsdp_manual
-import offload
+import fsdp
 import optim
 from exchange import diloco_check
 from expert_manual import balance_experts
@@ -63,7 +61,7 @@ run = begin(config, explicit, 'pool', jobs_ranks)  # ranks, device, data; every 
 if config.dry_run:  # a run says so once it knows how many steps are left
     run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find this job's own checkpoint
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 diloco_check.refuse_differences(config, run.train_data, run.val_data)
 
@@ -71,28 +69,11 @@ diloco_check.refuse_differences(config, run.train_data, run.val_data)
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
 whole_mesh = make_mesh({'replica': 1, 'shard': world_size}, device, config.timeout_s)
 mesh = whole_mesh['shard']  # this job is one replica, and exchanges through files
-# A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
-blocks, size = raw_model.blocks, config.blocks_per_unit
-units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
-offloads = config.cpu_offload == 'params'
-if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads)
-else:
-    precision = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
-    sharding = {'mesh': mesh, 'mp_policy': precision}
-    if offloads:
-        sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
-    for unit in units:
-        fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
-    # The root stays gathered after forward, because backward begins with its head.
-    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)
+model = fsdp.shard(raw_model, mesh, run)  # by fully_shard, or by fsdp_manual.py
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
-initialise(raw_model, run, home)  # fp32 master weights
-opt = optim.from_config(raw_model, config, home)
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
+initialise(raw_model, run)  # fp32 master weights
+opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 

@@ -75,6 +75,11 @@ class Run:
     def on_cuda(self):
         return self.device.type == 'cuda'
 
+    @property
+    def home(self):
+        """The device where weights and optimizer state live."""
+        return torch.device('cpu') if vars(self.config).get('cpu_offload') == 'params' else self.device
+
     def join(self):
         """Join the process group and find the checkpoint to resume from. With dry_run, print the plan and exit instead.
 
@@ -326,7 +331,7 @@ def check_effects(run):
         facts['has_routers'] = pretrained and run.strategy != 'deepspeed' and pretrained.has_routers
     if 'stop_before_end_s' in run.explicit:
         facts['ends_at_s'] = stopping.end_of_slurm_job()
-    run.notes += without_effect(f'train_{run.strategy}.py', config, run.explicit, **facts)
+    run.notes += without_effect(Path(sys.argv[0]).name, config, run.explicit, **facts)
 
 
 def fill_layout(run):
@@ -651,10 +656,10 @@ def initialise(model, run, device=None):
 
     GPT.initial_value() defines what each parameter begins with; with native=True, huggingface.native does.
 
-    model: on the meta device, sharded or not. device: where the parameters are kept; None = where the run computes.
+    model: on the meta device, sharded or not. device: where the parameters are kept, if that is not run.home.
     """
-    model.to_empty(device=device or run.device)
-    for module in model.modules() if device else ():  # weights may be kept on the host, but buffers are used by forward
+    model.to_empty(device=device or run.home)
+    for module in model.modules():  # weights may be kept on the host, but buffers are used by forward
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         module._buffers.update({name: buffer.to(run.device) for name, buffer in buffers.items()})
     if run.found and run.base is None:  # resume() will load all weights
