@@ -37,6 +37,7 @@ ARCHITECTURES = {
     'llama with biases, tied': {'arch': 'llama', 'bias': True, 'tie_embeddings': True, 'mlp_hidden_dim': 200},
     'qwen3': {'arch': 'qwen3', 'n_kv_head': 1, 'head_dim': 48},
     'qwen3 gated': {'arch': 'qwen3', 'attention_gate': True},
+    'llama with windows': {'arch': 'llama', 'window_pattern': 'SL', 'window_size': 16, 'logit_softcap': 30.0},
 }
 
 
@@ -172,6 +173,7 @@ def measure_step(model, config):
         ('llama with biases, tied', 'float32', 'selective', 1000),
         ('qwen3', 'bfloat16', 'selective', 1000),
         ('qwen3 gated', 'float32', 'none', 1000),
+        ('llama with windows', 'float32', 'none', 1000),
         ('gpt2', 'bfloat16 float8', 'none', 1000),
         pytest.param('qwen3', 'bfloat16 float8', 'selective', 1000, marks=pytest.mark.slow),
     ],
