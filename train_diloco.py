@@ -38,7 +38,6 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
 
 import data
 import diloco
@@ -46,8 +45,9 @@ import expert_manual
 import fsdp
 import optim
 from exchange import diloco_check
+from expert_manual import balance_experts
 from layout import Ranks
-from model import balance_experts, is_load
+from model import is_load
 from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
@@ -58,7 +58,7 @@ run = begin(config, explicit, 'diloco')  # ranks, device, data; every key that t
 if config.dry_run:  # a run says so once it knows how many steps are left
     run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 run.notes += diloco_check.mesh_lines(config.num_replicas, processes.local_world_size())
 diloco_check.refuse_differences(config, run.train_data, run.val_data)
@@ -119,27 +119,12 @@ for line in diloco_check.advice(config.max_iters - step, config.inner_steps, con
     watch.say(line)
 
 
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
-        watch.at('evaluation', step)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 def batches_from(step):
     """This rank's micro-batches from `step` on: replicas split the global batch, and their ranks split each part."""
-    place, first = replica * shard_size + mesh.get_local_rank(), step * global_batch_size
-    return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, world_size, device)
+    return data.batches(
+        run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+        batch_size=batch_size, rank=replica * shard_size + mesh.get_local_rank(), world_size=world_size, device=device,
+    )  # fmt: skip
 
 
 def targets_of(step):
@@ -154,22 +139,24 @@ if config.verify:
     processes.leave(0 if passed else 1)
 if config.eval_only:
     with outer.outer_parameters():
-        watch.evaluate_only(model, step, evaluate)
+        watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def save(step):
     """Save the outer parameters, and what each replica needs to continue in the middle of a round."""
-    states = diloco_check.everybodys((scaler.state_dict(), watch.numbers.state()), whole_mesh.get_group('replica'))
-    scalers, numbers = zip(*states, strict=True)
-    more = {'numbers': numbers[0], 'scalers': scalers, 'numbers_of_replicas': numbers}
+    states = diloco_check.everybodys((scaler.state_dict(), numbers.state()), whole_mesh.get_group('replica'))
+    scalers, of_replicas = zip(*states, strict=True)
+    more = {'numbers': of_replicas[0], 'scalers': scalers, 'numbers_of_replicas': of_replicas}
     more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
     tensors = outer.tensors(outer.is_mid_round(step))
     watch.save(step, raw_model, opt, scalers[0], more, more_tensors=tensors, optimizer_key=outer.optimizer_key())
 
 
-numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
-watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[replica % len(numbers)])
+before = saved.get('numbers_of_replicas', [saved.get('numbers')])  # what is known of skipped steps
+also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
+watch.begin_training(model, save, group=mesh.get_group(), numbers=before[replica % len(before)], also_log=also_log)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 if found and step < saved['step']:
     watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save(step)
@@ -177,9 +164,7 @@ if found and step < saved['step']:
     is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
     if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0: nothing was saved to replace it
         collectives.on_rank_0(checkpoint.discard, found)
-if config.fsdp_impl == 'manual':
-    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-planner = diloco_check.Plan(outer, watch.meter, watch.say) if config.plan else None  # measures the link
+planner = diloco_check.RoundCosts(outer, watch.meter, watch.say) if config.plan else None  # measures the link
 journal = Journal(watch.log)
 train_batches = batches_from(step)
 while step < config.max_iters and not watch.must_stop:
@@ -221,8 +206,8 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip, mesh.get_group())  # mixtures of experts only; each replica by its own load
     watch.measure_state(raw_model, opt)
     scaler.update()
@@ -234,7 +219,7 @@ while step < config.max_iters and not watch.must_stop:
     round_ends = due.last or step % config.inner_steps == 0
     # loss of the replicas' own weights, each replica on its share of the windows, before they are averaged
     if due.evaluate and outer.is_mid_round(step):
-        row['diloco/inner_val_loss'] = evaluate()['val_loss']
+        row['diloco/inner_val_loss'] = watch.val_loss(step)['val_loss']
 
     # outer step: average what the replicas have learned, and let all of them restart from the result
     if outer.has_work(step, due.last):

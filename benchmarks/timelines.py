@@ -31,7 +31,7 @@ STRATEGIES = {  # name in the picture -> strategy, script, keys
     'DDP': ('ddp', 'train_ddp.py', {}),
     'ZeRO 3 (FSDP)': ('fsdp', 'train_fsdp.py', dict(fsdp_impl='manual')),
     'HSDP, 2 × 2': ('fsdp', 'train_fsdp.py', dict(fsdp_impl='manual', replicate_size=2)),
-    'tensor 2 × FSDP 2': ('fsdp', 'train_fsdp.py', dict(fsdp_impl='manual', tensor_parallel=2, batch_size=2)),
+    'tensor 2 × FSDP 2': ('fsdp', 'train_parallel.py', dict(fsdp_impl='manual', tensor_parallel=2, batch_size=2)),
     'DiLoCo, 2 × 2': ('diloco', 'train_diloco.py', dict(fsdp_impl='manual', num_replicas=2)),
     'pipeline, 4 stages': ('pipeline', 'train_pipeline.py', dict(pipeline_stages=4)),
 }

@@ -11,6 +11,7 @@ model with its first weights.
     step, state = run.resume(raw_model, opt, scaler)
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -330,7 +331,7 @@ def check_effects(run):
         facts['has_routers'] = pretrained and run.strategy != 'deepspeed' and pretrained.has_routers
     if 'stop_before_end_s' in run.explicit:
         facts['ends_at_s'] = stopping.end_of_slurm_job()
-    run.notes += without_effect(f'train_{run.strategy}.py', config, run.explicit, **facts)
+    run.notes += without_effect(Path(sys.argv[0]).name, config, run.explicit, **facts)
 
 
 def fill_layout(run):
@@ -630,6 +631,21 @@ def make_model(run):
         model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
     run.flops_per_token, run.parameter_counts = model.flops_per_token(), model.parameter_counts()
     return model
+
+
+def order_buckets(model, optimizer, run):
+    """
+    Have DistributedDataParallel decide in which order it puts gradients into its buckets, and so in which order the
+    ranks' gradients are added up.
+
+    DDP takes the order from its first backward pass. A resumed run must add like an uninterrupted one, so both begin
+    with this pass, which changes nothing: all its targets are -1 (ignored), and its gradients are dropped.
+    """
+    sizes = 16, min(8, run.config.block_size)  # float8 needs a multiple of 16 tokens
+    tokens = torch.zeros(sizes, dtype=torch.int64, device=run.device)
+    with torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext():
+        (model(tokens, tokens - 1)[0] * 0).backward()
+    optimizer.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
