@@ -42,8 +42,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from exchange.codec import BLOCKS, BYTES, decode, decode_top2bit, encode, encode_top2bit, kept
+from exchange.codec import BLOCKS, BYTES, CHUNK, SCALES, decode, decode_top2bit, encode, encode_top2bit, kept
 from exchange.collectives import all_to_all, gather
+from layout import FP32
 
 BUCKET, CACHED = 2**22, 2**17  # numbers exchanged at a time, 16 MB of fp32; numbers that stay in a core's cache
 OVERLAPPED_CTAS = 4  # at most, for NCCL while the GPU computes: each keeps one of an H100's 132 multiprocessors busy
@@ -57,6 +58,33 @@ Bucket = namedtuple('Bucket', 'first end pieces sizes')
 # What an exchange reports: inner products of the replicas' pseudo-gradients (M, M), the bytes that this rank sent, and
 # [(kind, begin, end)] of its computations and transfers.
 Told = namedtuple('Told', 'gram bytes spans')
+
+
+def holds(plan):
+    """Anchors and outer momentum in fp32, with error feedback what rounding lost, and the fragment in flight. (The rest
+    is FSDP's, of a rank that shards its replica.)"""
+    keys, weights = plan.keys, plan.weights
+    trained = weights.count(weights.trained)
+    keeps_error = keys['exchange_dtype'] == 'top2bit' or (
+        keys['error_feedback'] and keys['exchange_dtype'] != 'float32'
+    )
+    outer = FP32 * (2 + keeps_error) * trained
+    outer += FP32 * trained // keys['num_fragments'] if keys.get('overlap_steps') else 0
+    on_host = keys['outer_on_host'] or keys['cpu_offload'] == 'params'
+    return {'host outer' if on_host else 'outer': outer}
+
+
+def sends(plan):
+    """The all-to-all and the all-gather of the docstring above, each (M-1)/M of this rank's shard, in the dtype of the
+    exchange, once in inner_steps."""
+    keys, replicas, dtype = plan.keys, plan.layout.replica, plan.keys['exchange_dtype']
+    trained = plan.weights.count(plan.weights.trained)
+    if dtype == 'top2bit':  # approximately: as if all chunks were full
+        kept_numbers = trained * keys['exchange_k'] / CHUNK
+        return {'all-gather': (replicas - 1) * BYTES[dtype] * kept_numbers / keys['inner_steps']}
+    bytes_per_number = BYTES[dtype] + (SCALES[dtype] / BLOCKS[dtype] if dtype in SCALES else 0)
+    half = (replicas - 1) * bytes_per_number * trained / replicas / keys['inner_steps']
+    return {'reduce-scatter': half, 'all-gather': half}
 
 
 def digest(tensors):

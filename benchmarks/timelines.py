@@ -15,8 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import fsdp
 import pipeline_manual
-from planning import layouts, sizes, step_time, traffic
+from layout import FP32, Layout, numbers
+from planning import layouts, sizes, step_time
+from planning.memory import Plan, plans
 
 GPUS, NODE_GPUS = 4, 2
 # 8 blocks as wide as those of Llama 3 8B, and four sequences per step.
@@ -74,7 +77,7 @@ def of_ddp(config, strategy, cluster):
     group = step_time.ring(cluster, GPUS, 1)
 
     def all_reduce(parameters):
-        size = sizes.FP32 * sizes.count(parameters)
+        size = FP32 * numbers(parameters)
         return 2 * size / step_time.DDP_BUCKET * group.latency + 2 * (GPUS - 1) / GPUS * size / group.bandwidth
 
     bars = []
@@ -87,7 +90,7 @@ def of_ddp(config, strategy, cluster):
         done = compute.run('backward', 0.0, backward)
         network.run('sends', done, all_reduce(block.parameters()))
     network.run('sends', done, all_reduce(model.embed.parameters()))
-    compute.run('update', network.free, sizes.counts_of(model)['total'] * cluster.device.update)
+    compute.run('update', network.free, numbers(model.parameters()) * cluster.device.update)
     return bars
 
 
@@ -97,24 +100,25 @@ def of_fsdp(config, strategy, cluster):
     tensor = config.get('tensor_parallel', 1)
     ranks = GPUS // tensor
     mine, model, ((forward, backward), root) = model_and_work(config, cluster)
-    waits = step_time.waits_in_a_layer(mine, model, cluster, tensor, forward, backward)
+    plan = Plan.of(mine, model, Layout.of(mine, strategy, ranks))
+    waits = step_time.waits_in_a_layer(plan, model, cluster, tensor, forward, backward)
     copies = config['num_replicas'] if strategy == 'diloco' else config['replicate_size']
     shard = ranks // copies
     group = step_time.ring(cluster, shard, tensor)
     across = step_time.ring(cluster, copies, tensor * shard) if strategy == 'fsdp' and copies > 1 else None
-    block_bytes, root_bytes, _ = traffic.bytes_to_others(model, sizes.BYTES[mine['dtype']], shard)
-    widened = sizes.FP32 / sizes.BYTES[mine['dtype']]  # gradients are reduced in fp32
+    block_bytes, root_bytes, _ = fsdp.bytes_to_others(plan.weights, plan.compute_bytes)
+    widened = FP32 / plan.compute_bytes  # gradients are reduced in fp32
     gather, gather_root = (group.latency + size / group.gather for size in (block_bytes, root_bytes))
 
     def reduction(size, parameters):
         seconds = group.latency + widened * size / group.bandwidth
         if across:
-            of_rank = sizes.FP32 * sizes.count(parameters, shard)
+            of_rank = FP32 * plan.weights.count(parameters)
             seconds += 2 * across.latency + 2 * (copies - 1) / copies * of_rank / across.bandwidth
         return seconds
 
-    reduce_block = reduction(block_bytes, [*model.blocks[0].parameters()])
-    reduce_root = reduction(root_bytes, sizes.root_parameters(model))
+    reduce_block = reduction(block_bytes, plan.weights.block)
+    reduce_root = reduction(root_bytes, plan.weights.root)
     bars = []
     compute, network = Lane('computes', bars), Lane('sends', bars)
 
@@ -147,15 +151,16 @@ def of_fsdp(config, strategy, cluster):
         done = run_block('backward', begin, backward, waits[1])
         network.run('sends', done, reduce_block)
     network.run('sends', compute.free, reduce_root)
-    compute.run('update', network.free, step_time.held_by_rank(model, shard) * cluster.device.update)
+    compute.run('update', network.free, step_time.held_by_rank(plan.weights) * cluster.device.update)
     return bars
 
 
 def of_pipeline(config, strategy, cluster):
     stages, micro_steps = config['pipeline_stages'], config['global_batch_size'] // config['batch_size']
     mine, model, ((forward, backward), root) = model_and_work(config, cluster)
-    blocks = step_time.blocks_of_stages(config)
-    hop = step_time.hop_seconds(cluster, GPUS // stages, stages, sizes.message_bytes(mine))
+    blocks = pipeline_manual.blocks_of_stages(config)
+    ranks = plans(config, sizes.empty_model(config), Layout.of(config, 'pipeline', GPUS))
+    hop = step_time.hop_seconds(cluster, GPUS // stages, stages, pipeline_manual.message_bytes(ranks[0]))
     bars, arrived = [], {}
     lanes = [Lane(f'stage {stage}', bars) for stage in range(stages)]
     for actions in pipeline_manual.timetable(stages, 1, micro_steps):
@@ -169,7 +174,6 @@ def of_pipeline(config, strategy, cluster):
             if follower:
                 arrived[follower] = done + (hop if follower.part != action.part else 0.0)
     over = max(lane.free for lane in lanes)  # clipping needs the norm of all gradients, so all stages wait
-    for stage, lane in enumerate(lanes):
-        in_blocks, at_ends = sizes.parameters_of_stage(config, sizes.empty_model(config), stage)
-        lane.run('update', over, sizes.count([*in_blocks, *at_ends]) * cluster.device.update)
+    for plan, lane in zip(ranks, lanes, strict=True):
+        lane.run('update', over, numbers(plan.weights.all) * cluster.device.update)
     return bars
