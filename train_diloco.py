@@ -120,8 +120,7 @@ make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
     num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,
     dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
-    timeout=timedelta(seconds=config.timeout_s), error_decay=config.error_decay, k=config.exchange_k,
-    own=loads, in_whole=functools.partial(checkpoint.in_whole, run.share),
+    timeout=timedelta(seconds=config.timeout_s), own=loads, in_whole=functools.partial(checkpoint.in_whole, run.share),
 )  # fmt: skip
 outer = make_outer()
 

@@ -108,8 +108,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         f'{host_of_moments}optimizer': moment_bytes(config, model, shard_size),
     }
     if is_diloco:
-        dtype = config['exchange_dtype']
-        keeps_error = dtype == 'top2bit' or (config['error_feedback'] and dtype != 'float32')
+        keeps_error = config['error_feedback'] and config['exchange_dtype'] != 'float32'
         outer = FP32 * (2 + keeps_error) * trained
         outer += FP32 * trained // config['num_fragments'] if config.get('overlap_steps') else 0  # in flight
         parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer

@@ -109,10 +109,8 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
                 config, model, model.parameters(), micro_steps, ranks, n_layer
             )
             sent['all-reduce'] += gradient_bytes
-    elif (dtype := config['exchange_dtype']) == 'top2bit':  # approximately: as if all chunks were full
-        kept = trained * config['exchange_k'] / codec.CHUNK
-        sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
     else:
+        dtype = config['exchange_dtype']
         bytes_per_number = codec.BYTES[dtype] + (
             codec.SCALES[dtype] / codec.BLOCKS[dtype] if dtype in codec.SCALES else 0
         )

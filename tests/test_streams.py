@@ -184,15 +184,12 @@ def test_the_time_spent_waiting_is_there_before_it_is_read(fake_group):
 # --- diloco.py --------------------------------------------------------------------------------------------------------
 
 
-ERROR = 'error.to(self.device, non_blocking=True), alpha=self.error_decay)'  # dense, and of the largest numbers
-COPIED_ERROR = 'CHECKER.copy(error), alpha=self.error_decay)'
 DILOCO_AS_ON_CUDA = [
     ("self.on_cuda = self.device.type == 'cuda'", 'self.on_cuda = True'),
     ('on_host and first.is_cuda', 'on_host'),
-    ('home, self.on_host, with_error, bucket, sparse)', 'home, False, with_error, bucket, sparse)'),
+    ('home, self.on_host, with_error, bucket)', 'home, False, with_error, bucket)'),
     ('fragment.anchor[first:end].to(self.device, non_blocking=True)', 'CHECKER.copy(fragment.anchor[first:end])'),
-    (f'{ERROR}\n            padded', f'{COPIED_ERROR}\n            padded'),
-    (f'{ERROR}\n            flat', f'{COPIED_ERROR}\n            flat'),
+    ('error.to(self.device, non_blocking=True)', 'CHECKER.copy(error)'),
     ('state.to(self.device, non_blocking=True)', 'CHECKER.copy(state) if self.on_host else state'),
 ]
 
@@ -260,7 +257,6 @@ DILOCO = {
     'int8': {'overlap': 0, 'mix': 0.0, 'dtype': 'int8'},
     'streamed': {},
     'int4, two steps late': {'overlap': 2, 'mix': 0.0, 'dtype': 'int4'},
-    'the largest numbers': {'overlap': 1, 'dtype': 'top2bit'},
     'state on the host': {'on_host': True},
     'state on the host, plain': {'on_host': True, 'overlap': 0, 'mix': 0.0, 'dtype': 'int8'},
     'resumed': {'resumes': True, 'overlap': 2, 'mix': 0.0},
