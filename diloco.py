@@ -45,6 +45,9 @@ from exchange.codec import BLOCKS, BYTES, decode, encode
 from exchange.collectives import all_to_all, gather
 
 BUCKET, CACHED = 2**22, 2**17  # numbers exchanged at a time, 16 MB of fp32; numbers that stay in a core's cache
+# What a replica has learned while an exchange was in flight is not in its average. So of its own parameters it keeps
+# this share, the alpha of Streaming DiLoCo, which also has 0.5. Without overlap there is nothing to keep.
+KEPT = 0.5
 OVERLAPPED_CTAS = 4  # at most, for NCCL while the GPU computes: each keeps one of an H100's 132 multiprocessors busy
 # Of a fragment, in steps: when it was last sent, up to which step its anchors know what was learned, when all replicas
 # last had the same parameters, and when the exchange in flight is to be applied.
@@ -150,7 +153,6 @@ class Outer:
     group: process group of the ranks that hold this shard, one in each replica. timeout: timedelta of an exchange.
     inner_steps: H. num_fragments: P; each is sent every H steps, so that one is sent every H/P steps.
     overlap_steps: steps from sending a fragment to landing it.
-    mix: alpha of theta = alpha * theta + (1 - alpha) * anchor, when a fragment lands.
     dtype: of the exchange, a key of BYTES.
     error_feedback: keep what an exchange lost by rounding, and add it to the next one.
     on_host: anchors, momentum and errors in (pinned) host memory. bucket: numbers exchanged at a time.
@@ -163,7 +165,7 @@ class Outer:
     """
 
     def __init__(
-        self, parameters, update, group, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32',
+        self, parameters, update, group, inner_steps, num_fragments=1, overlap_steps=0, dtype='float32',
         error_feedback=False, on_host=False, bucket=BUCKET, timeout=None, own=(), in_whole=None,
     ):  # fmt: skip
         self.parameters, self.update, self.own = dict(parameters), update, dict(own)
@@ -179,7 +181,7 @@ class Outer:
             options._timeout = timeout or options._timeout  # else torch warns that new_group()'s overrides it
         self.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, pg_options=options)
         self.replicas, self.replica = len(ranks), dist.get_rank(group)
-        self.inner_steps, self.overlap_steps, self.mix, self.dtype = inner_steps, overlap_steps, mix, dtype
+        self.inner_steps, self.overlap_steps, self.dtype = inner_steps, overlap_steps, dtype
         self.device, self.on_host = first.device, on_host and first.is_cuda
         self.on_cuda = self.device.type == 'cuda'
         # An exchange runs beside the computation: in a stream of the GPU, or on a CPU in a thread. Exchanges run one at
@@ -236,25 +238,21 @@ class Outer:
             fragment.delta = torch.empty_like(fragment.anchor, device=self.device)
             fragment.flights = [self._start_exchange(fragment, bucket) for bucket in fragment.buckets]
             return
-        mix = 0.0 if last else self.mix
         for bucket in fragment.buckets:  # one is exchanged while the one before it is applied
             fragment.flights.append(self._start_exchange(fragment, bucket))
             if len(fragment.flights) == 2:
-                self._outer_step(*fragment.flights.pop(0), fragment, mix)
-        self.land(fragment, step, mix)
+                self._outer_step(*fragment.flights.pop(0), fragment, kept=0)
+        self.land(fragment, step, kept=0)
 
     @torch.no_grad()
-    def land(self, fragment, step, mix=None):
-        """Wait for a fragment's average, take the outer step with it, and let the parameters go on from the anchors.
-
-        Without fragment_mix this drops what the replica has learned during the exchange, like alpha = 0 in the paper.
-        """
-        mix = self.mix if mix is None else mix
+    def land(self, fragment, step, kept=KEPT):
+        """Wait for a fragment's average, take the outer step with it, and let the parameters go on from the anchors, of
+        which they keep this share of themselves."""
         for flight in fragment.flights:
-            self._outer_step(*flight, fragment, mix)
+            self._outer_step(*flight, fragment, kept)
         fragment.flights, fragment.delta, fragment.lands_at = [], None, None
         fragment.anchored_at = fragment.sent_at
-        if mix == 0:
+        if kept == 0:
             fragment.equal_at = step
 
     def _start_exchange(self, fragment, bucket):
@@ -275,7 +273,7 @@ class Outer:
             told = self._average(delta, error)
             return bucket, delta, (self.stream.record_event(), told)
 
-    def _outer_step(self, bucket, delta, handle, fragment, mix):
+    def _outer_step(self, bucket, delta, handle, fragment, kept):
         """Wait for the average of a bucket, take the outer step with it, and let the parameters go on from there."""
         first, end, pieces, sizes = bucket
         with self._timed('wait'):
@@ -292,8 +290,8 @@ class Outer:
                 anchor.copy_(here[0], non_blocking=True)
                 momentum.copy_(here[1], non_blocking=True)
             anchors = here[0].split(sizes)
-            if mix:  # theta = mix * theta + (1 - mix) * anchor
-                torch._foreach_lerp_(parts_of(pieces), anchors, 1 - mix)
+            if kept:  # theta = kept * theta + (1 - kept) * anchor
+                torch._foreach_lerp_(parts_of(pieces), anchors, 1 - kept)
             else:
                 torch._foreach_copy_(parts_of(pieces), anchors)
 
@@ -582,7 +580,7 @@ def parts_of(pieces):
 
 def check(keys, layout, shape):
     """Raises ValueError if the keys of DiLoCo do not fit together."""
-    config = {'num_fragments': 1, 'overlap_steps': 0, 'fragment_mix': 0.0, **keys}  # train_pool.py has no such keys
+    config = {'num_fragments': 1, 'overlap_steps': 0, **keys}  # train_pool.py has no such keys
     steps, fragments, overlap = config['inner_steps'], config['num_fragments'], config['overlap_steps']
     if steps > config['max_iters']:
         raise ValueError(

@@ -247,6 +247,10 @@ GONE = {
         lambda keys: keys.get('error_feedback') and keys.get('error_decay') not in (None, 1),
         'errors are sent whole',
     ),
+    'fragment_mix': (
+        lambda keys: keys.get('fragment_mix', 0) != (0.5 if keys.get('overlap_steps') else 0),
+        'it is 0.5 with overlap_steps, and 0 without',
+    ),
 }
 
 # When a key is read: {script: {keys: (what it takes, in words; whether a run has that)}}. For each key that was set in

@@ -106,6 +106,8 @@ def train(tree, name, material, out_dir):
     if any(key.startswith(PARALLEL) for key in keys) and script == 'train_fsdp.py':
         script = next(found for found in ('train_parallel.py', script) if (tree / found).exists())
     arguments = keys_of(name, material, out_dir, material / 'model')
+    if 'fragment_mix = 0.0' in (tree / 'train_diloco.py').read_text() and 'overlap' in ''.join(keys):
+        arguments.append('--fragment_mix=0.5')  # a key of earlier versions
     command = [sys.executable, tree / 'tests' / 'launch.py', ranks, script, *arguments]
     ended = subprocess.run([*map(str, command)], cwd=tree, env=environment(), capture_output=True, text=True)
     return (ended.stdout + ended.stderr)[-3000:] if ended.returncode else None

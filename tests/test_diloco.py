@@ -31,39 +31,34 @@ from exchange import codec, diloco_check
 from system import processes
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
-# Each of these cases is compared with reference(). tau = overlap_steps, alpha = mix.
+# Each of these cases is compared with reference().
 COMPARED = {
     'whole': dict(steps=12, inner_steps=4),
     'partial_last_round': dict(steps=10, inner_steps=4),
     'shorter_than_a_round': dict(steps=3, inner_steps=4),
     'every_step': dict(steps=4, inner_steps=1),
     'small_buckets': dict(steps=8, inner_steps=4, bucket=7),
-    'mixed_whole': dict(steps=10, inner_steps=4, mix=0.5),
     'strided_2': dict(steps=12, inner_steps=4, num_fragments=2),
     'partial_2': dict(steps=11, inner_steps=4, num_fragments=2),
     'uneven_3': dict(steps=13, inner_steps=5, num_fragments=3),
     'one_a_step': dict(steps=9, inner_steps=4, num_fragments=4),
-    'mixed_2': dict(steps=12, inner_steps=4, num_fragments=2, mix=0.5),
     'overlap_whole': dict(steps=14, inner_steps=4, overlap_steps=2),
     'overlap_round': dict(steps=14, inner_steps=4, overlap_steps=4),
     'overlap_2': dict(steps=17, inner_steps=6, num_fragments=2, overlap_steps=2),
-    'overlap_2_mixed': dict(steps=17, inner_steps=6, num_fragments=2, overlap_steps=2, mix=0.5),
     'three_in_flight': dict(steps=19, inner_steps=6, num_fragments=3, overlap_steps=5),
-    'three_in_flight_mixed': dict(steps=19, inner_steps=6, num_fragments=3, overlap_steps=5, mix=0.5, bucket=11),
+    'three_in_flight_small_buckets': dict(steps=19, inner_steps=6, num_fragments=3, overlap_steps=5, bucket=11),
 }
 SHARDED = [
     ('partial_last_round', 'manual'),
     ('partial_last_round', 'torch'),
     ('small_buckets', 'manual'),
     ('overlap_2', 'torch'),
-    ('three_in_flight_mixed', 'manual'),
+    ('three_in_flight_small_buckets', 'manual'),
 ]
 RESUMED = {
     'whole': dict(inner_steps=4),
     'in_flight': dict(inner_steps=4, num_fragments=2, overlap_steps=2),
-    'in_flight_int8_mixed': dict(
-        inner_steps=4, num_fragments=2, overlap_steps=2, mix=0.5, dtype='int8', error_feedback=True
-    ),
+    'in_flight_int8': dict(inner_steps=4, num_fragments=2, overlap_steps=2, dtype='int8', error_feedback=True),
 }
 
 
@@ -109,12 +104,13 @@ def inner_optimizer(kind, parameters):
 
 
 def reference(
-    replicas, steps, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, inner='adamw',
+    replicas, steps, inner_steps, num_fragments=1, overlap_steps=0, inner='adamw',
     lr=OUTER_LR, momentum=OUTER_MOMENTUM, bucket=None,
 ):  # fmt: skip
     """[(anchors, [parameters of replica 0, of 1, ...]) after each step], each as {name: tensor}, by one process.
 
-    The outer optimizer is that of torch. Fragment p of P is sent after steps (p + 1) H / P + k H.
+    The outer optimizer is that of torch. Fragment p of P is sent after steps (p + 1) H / P + k H. What lands later is
+    mixed half and half with what the replica has learned meanwhile.
     """
     models = [Net() for _ in range(replicas)]
     optimizers = [inner_optimizer(inner, trainable(model).values()) for model in models]
@@ -145,7 +141,7 @@ def reference(
         last = step == steps
         for number in sorted(flying, key=lambda number: flying[number][0]):
             if flying[number][0] == step or last:
-                land(number, mix, step)
+                land(number, 0.5, step)
         for number, names in enumerate(fragments):
             regular = (step - (number + 1) * inner_steps // num_fragments) % inner_steps == 0
             if equal_at[number] < step if last else regular:
@@ -154,7 +150,7 @@ def reference(
                 }
                 flying[number] = (step + overlap_steps, delta)
                 if last or not overlap_steps:
-                    land(number, 0.0 if last else mix, step)
+                    land(number, 0.0, step)
         history.append((copied(anchors), [copied(theta) for theta in thetas]))
     return history
 
@@ -331,8 +327,8 @@ def data_parallel(layout):
 
 
 def plain_loop(layout):
-    """With one fragment, no overlap and no mixing, to the bit beside DiLoCo as the paper writes it."""
-    run = go(begin(layout, inner_steps=4, num_fragments=1, overlap_steps=0, mix=0.0), 1, 10, 10)
+    """With one fragment and no overlap, to the bit beside DiLoCo as the paper writes it."""
+    run = go(begin(layout, inner_steps=4, num_fragments=1, overlap_steps=0), 1, 10, 10)
     plain = begin(layout, inner_steps=4)  # its Outer is not used
     thetas = list(trainable(plain.model).values())
     anchors = [theta.detach().clone() for theta in thetas]
@@ -769,7 +765,7 @@ def cases_for(world_size, smaller):
         cases['buckets'] = lambda: buckets(layout, 'manual')
         cases['health'] = lambda: health(layout, 'manual')
         cases['evaluation'] = lambda: evaluation(layout, 'manual')
-        cases['resume in_flight_int8_mixed'] = lambda: resume(layout, 'manual', **RESUMED['in_flight_int8_mixed'])
+        cases['resume in_flight_int8'] = lambda: resume(layout, 'manual', **RESUMED['in_flight_int8'])
         return cases
     for name, settings in COMPARED.items():
         cases[f'compare {name} None'] = lambda s=settings: compare(layout, **s)
@@ -795,7 +791,7 @@ def cases_for(world_size, smaller):
         cases['meanwhile'] = lambda: meanwhile(layout)  # comes last: if it fails, so do the cases after it
     else:
         cases['compare whole manual'] = lambda: compare(layout, 'manual', **COMPARED['whole'])
-        cases['compare overlap_2_mixed torch'] = lambda: compare(layout, 'torch', **COMPARED['overlap_2_mixed'])
+        cases['compare overlap_2 torch'] = lambda: compare(layout, 'torch', **COMPARED['overlap_2'])
         cases['resume_other_replicas'] = lambda: resume_other_replicas(layout, smaller)
     return cases
 
@@ -880,7 +876,7 @@ def seen(ranks, world_size, name):
 
 
 ON_THREE = [f'compare {name} None' for name in (*COMPARED, 'sgd')]
-ON_THREE += ['compare whole manual', 'compare overlap_2_mixed torch']
+ON_THREE += ['compare whole manual', 'compare overlap_2 torch']
 COMPARISONS = [
     *((2, f'compare {name} None') for name in (*COMPARED, 'sgd')),
     *(pytest.param(3, name, marks=pytest.mark.slow) for name in ON_THREE),
@@ -898,7 +894,7 @@ def test_every_step_is_that_of_the_loop_in_one_process(ranks, world_size, name):
     settings = COMPARED.get(name.split()[1], {})
     for step, (anchors, parameters) in rows[0]['agreed'].items():
         assert anchors, f'replicas hold different anchors after step {step}'
-        in_parts = any(settings.get(key) for key in ('num_fragments', 'overlap_steps', 'mix'))
+        in_parts = any(settings.get(key) for key in ('num_fragments', 'overlap_steps'))
         assert in_parts or parameters, f'replicas hold different parameters after step {step}'
     last_step = str(len(rows[0]['errors']['anchors']))
     assert rows[0]['agreed'][last_step] == [True, True]  # nothing trained is left behind
@@ -1072,7 +1068,7 @@ def test_a_replica_that_has_moved_nothing_has_no_direction():
     assert row == pytest.approx({'diloco/replica_norm': 2**0.5, 'diloco/delta_norm': 1.0, 'diloco/drift': 1.0})
 
 
-@pytest.mark.parametrize('world_size, name', [*((2, name) for name in RESUMED), (4, 'in_flight_int8_mixed')])
+@pytest.mark.parametrize('world_size, name', [*((2, name) for name in RESUMED), (4, 'in_flight_int8')])
 def test_a_resumed_run_equals_one_without_a_stop_to_the_bit(ranks, world_size, name):
     for row in seen(ranks, world_size, f'resume {name}'):
         unstopped, saved, resumed = row['sums']

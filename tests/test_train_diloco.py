@@ -41,7 +41,7 @@ RUN = [
     f'--eval_interval={SAVED_EVERY}',
     '--keep_checkpoints=9',
 ]
-STREAMING = ('--num_fragments=3', '--overlap_steps=1', '--fragment_mix=0.5')  # something is in flight at any checkpoint
+STREAMING = ('--num_fragments=3', '--overlap_steps=1')  # something is in flight at any checkpoint
 FEEDBACK = ('--exchange_dtype=int8', '--error_feedback')
 MUON = ('--optimizer=muon',)
 
