@@ -9,7 +9,6 @@ Which strategy should I use, and do they agree? Trains the same model, data, see
     python compare.py --bench_links --nproc=4                          # the bandwidth of all-reduces
     python compare.py --plan config/llama_8b.py --gpus=64 --gpu=h100 --node_gpus=4     # which layout on a cluster?
     python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md; --slurm
-    python compare.py config/coordinate_check.py                       # does the rate suit larger models?
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # or of other keys of metrics.jsonl
 
@@ -43,7 +42,6 @@ class Config:
     sizes = {}  # label -> keys: model sizes for each recipe; with 3 or more of them, laws are fitted
     seeds = [1337]  # the first one searches for the best learning rate, the others run at it [>= 0]
     at_once = 1  # runs of a sweep at the same time, which share the cores [>= 1]
-    coordinates = {}  # axis -> size -> keys: do activations keep their size in each recipe? docs/sweeps.md
     # how to run
     out_dir: str | None = None  # None = out/compare, or with --bench a new folder, out/bench-DATE-TIME [path]
     launcher: str | None = None  # such as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
@@ -88,7 +86,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import coordinates, jobs, plots, report, results, run_matrix, sweep, verdict
+from comparison import jobs, plots, report, results, run_matrix, sweep, verdict
 from comparison.results import folder_of
 from system import errors, processes
 from system.files import ROOT, read_json
@@ -427,19 +425,6 @@ def main_of_sweep(folder, config, train_keys, explicit):
     return 0 if ended_well else 1
 
 
-def check_coordinates(folder, config, train_keys, explicit):
-    """Train a few steps at each size, in this process, and write the slopes of the activations and a picture."""
-    rows = coordinates.measure_all(config, train_keys, explicit)
-    text = coordinates.table(rows)
-    print(f'\n{text}\n', flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    results.write(folder / 'table.md', text + '\n')
-    results.write_json(folder / 'coordinates.json', rows)
-    if importlib.util.find_spec('matplotlib'):
-        plots.plot_coordinates(rows, coordinates.PARTS, folder / 'coordinates.png')
-    print(f'{folder}: {", ".join(sorted(path.name for path in folder.iterdir() if path.is_file()))}')
-
-
 def main(config, train_keys, explicit):
     """Do what the keys ask for; returns the exit code."""
     if config.plot:
@@ -457,9 +442,6 @@ def main(config, train_keys, explicit):
     folder = Path(config.out_dir or (time.strftime('out/bench-%Y%m%d-%H%M%S') if config.bench else 'out/compare'))
     if config.element is not None:
         return do_element(folder, config)
-    if config.coordinates:
-        check_coordinates(folder, config, train_keys, explicit)
-        return 0
     if config.sweep or config.recipes or config.sizes:
         return main_of_sweep(folder, config, train_keys, explicit)
     if config.analyze:

@@ -251,6 +251,7 @@ GONE = {
         lambda keys: keys.get('fragment_mix', 0) != (0.5 if keys.get('overlap_steps') else 0),
         'it is 0.5 with overlap_steps, and 0 without',
     ),
+    'coordinates': (lambda keys: False, '`python benchmarks/coordinates.py` does that'),
 }
 
 # When a key is read: {script: {keys: (what it takes, in words; whether a run has that)}}. For each key that was set in
@@ -386,7 +387,7 @@ READ_IF = {
         'keys output': ('with --plot', lambda run: run.plot),
         'seeds at_once': (
             'with a sweep: --sweep, recipes or sizes in a config file',
-            lambda run: run.sweep or run.recipes or run.sizes or run.coordinates,
+            lambda run: run.sweep or run.recipes or run.sizes,
         ),
         'inner_steps': (
             'with diloco among --strategies',
