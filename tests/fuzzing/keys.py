@@ -16,7 +16,7 @@ import types
 from pathlib import Path
 
 import configurator
-from benchmarks.fuzzing.cases import Refused, Wrong, check, some
+from fuzzing.cases import Refused, Wrong, check, some
 
 REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = [path for path in sorted(REPO.glob('*.py')) if configurator.read_knobs(path)]
