@@ -6,11 +6,14 @@ Which strategy should I use, and do they agree? Trains the same model, data, see
     python compare.py config/gpt2_124m.py --strategies=ddp,fsdp --nproc=8 --max_iters=50   # and keys of train scripts
     python compare.py config/compare_smoke.py                          # a comparison as a file; takes minutes
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
-    python compare.py --bench_links --nproc=4                          # the bandwidth of all-reduces
+
+Further questions, each with its keys under a heading below:
+
     python compare.py --plan config/llama_8b.py --gpus=64 --gpu=h100 --node_gpus=4     # which layout on a cluster?
+    python compare.py --bench_links --nproc=4                          # how fast are its links?
     python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md; --slurm
-    python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
-    python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # or of other keys of metrics.jsonl
+    python compare.py --plot out/a out/b                               # the loss curves of any runs?
+    python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # or other keys of metrics.jsonl
 
 In out_dir you find report.html (everything on one page), table.md (tables and verdict), results.json, pictures, and
 runs/LABEL/repN, each the out_dir of a train script. After an interruption the same command continues, without the runs
@@ -24,43 +27,45 @@ from configurator import configure, say_without_effect
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
-    # the runs of a comparison: all combinations; a strategy leaves out keys that it does not have
+    # which strategy? a run for each combination; a strategy leaves out keys that it does not have
     strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco']  # single = train_ddp.py in one process
     nproc = [2]  # ranks: one number, or several to compare [>= 1]
-    zero_stages = [3]  # for fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3) [>= 1, <= 3]
+    zero_stages = [3]  # for fsdp and parallel (2, 3), fsdp_manual and deepspeed (1, 2, 3) [>= 1, <= 3]
+    inner_steps = [10]  # diloco: steps between two exchanges [>= 1]
+    repeats = 3  # repeats of each run, in turns: if the machine is slow for a while, it is slow for all [>= 1]
+    bench = False  # only speed and memory: random tokens, 30 steps of one micro-step, no evaluation or checkpoint
+    out_dir: str | None = None  # None = out/compare, or with --bench a new folder, out/bench-DATE-TIME [path]
+    # further runs of a comparison
     checkpointing = []  # values of activation_checkpointing: none, full, selective
     dtypes = []  # float32, bfloat16, float16
     accumulations = [1]  # micro-steps per rank at the largest number of ranks; the global batch stays the same [>= 1]
-    inner_steps = [10]  # diloco: steps between two exchanges [>= 1]
     variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., keys of its script}: further runs
     baseline: str | None = None  # label of the run that the others are compared with; None = the first
-    repeats = 3  # repeats of each run, in turns: if the machine is slow for a while, it is slow for all [>= 1]
     resume_check = False  # also resume each strategy once from the middle, to see whether the losses are the same
-    # sweeps and ladders: docs/sweeps.md
-    sweep = {}  # key -> its values: a run per combination; finds the best learning_rate
-    recipes = {}  # label -> keys: compared at the best learning rate of each; the first is the baseline
-    sizes = {}  # label -> keys: model sizes for each recipe; with 3 or more of them, laws are fitted
-    seeds = [1337]  # the first one searches for the best learning rate, the others run at it [>= 0]
-    at_once = 1  # runs of a sweep at the same time, which share the cores [>= 1]
-    # how to run
-    out_dir: str | None = None  # None = out/compare, or with --bench a new folder, out/bench-DATE-TIME [path]
+    # how runs are started, also those of a sweep, and what is made of them
     launcher: str | None = None  # such as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
-    bench = False  # only speed and memory: random tokens, 30 steps of one micro-step, no evaluation or checkpoint
     trace = False  # record two steps of each run for chrome://tracing
     gpu_gb = 80.0  # predict which runs fit a GPU with this much memory; 0 = do not [>= 0]
-    slurm: bool | str = False  # run a sweep as jobs; may give options for sbatch: --slurm='--time=1:00:00'
-    # other modes
     write_only = False  # run nothing: write plan.json, and runs.sh with a line per run
     analyze = False  # run nothing: make tables and pictures of the finished runs in out_dir
-    element: int | None = None  # used by jobs of --slurm: do the run with this number in out_dir/jobs.json [>= 0]
-    bench_links = False  # measure all-reduces of all ranks, within nodes and between nodes
+    # which layout on a cluster? docs/parallelism.md
     plan = False  # run nothing: predict the layouts that fit a cluster, the fastest first; docs/parallelism.md
     gpus = 8  # --plan: ranks in the cluster [>= 1]
     node_gpus = 8  # --plan: ranks on each node [>= 1]
     gpu = 'h100'  # --plan: h100, h200, a100 (assumed speed and links), or cpu (with --measured and --links)
     measured = []  # --plan: take the speed of these runs of train_ddp.py in one process: out_dirs [path]
     links: str | None = None  # --plan: file with measured links, which --bench_links writes [path]
+    bench_links = False  # measure all-reduces of all ranks, within nodes and between nodes
     cores = 1  # --plan --gpu=cpu: cores of a node, shared by its ranks [>= 1]
+    # which learning rate, recipe or size? docs/sweeps.md
+    sweep = {}  # key -> its values: a run per combination; finds the best learning_rate
+    recipes = {}  # label -> keys: compared at the best learning rate of each; the first is the baseline
+    sizes = {}  # label -> keys: model sizes for each recipe; with 3 or more of them, laws are fitted
+    seeds = [1337]  # the first one searches for the best learning rate, the others run at it [>= 0]
+    at_once = 1  # runs of a sweep at the same time, which share the cores [>= 1]
+    slurm: bool | str = False  # run a sweep as jobs; may give options for sbatch: --slurm='--time=1:00:00'
+    element: int | None = None  # used by jobs of --slurm: do the run with this number in out_dir/jobs.json [>= 0]
+    # what do curves look like?
     plot = []  # --plot OUT_DIR OUT_DIR ...: only draw the loss of these runs [path]
     keys = []  # --plot: draw these keys of metrics.jsonl instead, such as --keys=grad_norm,val_bpb
     output: str | None = None  # the picture that --plot writes; None = loss.png in the folder of the runs [path]
@@ -86,7 +91,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import jobs, plots, report, results, run_matrix, sweep, verdict
+from comparison import jobs, page, plots, results, run_matrix, sweep, verdict
 from comparison.results import folder_of
 from system import errors, processes
 from system.files import ROOT, read_json
@@ -324,7 +329,7 @@ def analyse(folder, plan, gpu_gb):
         }
         figures |= figure_of_experts(folder)
     tables = {'Speed and loss': verdict.cells(rows), 'Memory of a rank': verdict.memory_cells(rows)}
-    report.write(folder, 'Comparison', [line.removeprefix('- ') for line in facts.splitlines()], tables, figures)
+    page.write(folder, 'Comparison', [line.removeprefix('- ') for line in facts.splitlines()], tables, figures)
     return rows
 
 
@@ -351,7 +356,7 @@ def analyse_sweep(folder, groups, config):
             figures['Loss against learning rate'] = plots.plot_rates(rows, folder / 'rates.png')
         figures |= figure_of_experts(folder)
     cells = [{key: cell for key, cell in row.items() if key != sweep.GRID} for row in sweep.cells(rows)]
-    report.write(folder, 'Ladder' if is_ladder else 'Sweep', said, {'The best of each': cells}, figures)
+    page.write(folder, 'Ladder' if is_ladder else 'Sweep', said, {'The best of each': cells}, figures)
 
 
 def figure_of_experts(folder):

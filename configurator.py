@@ -39,7 +39,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from keys import FOLLOWS_FROM, GONE, OTHER_TRAINERS, READ_IF, REFUSED
+from keys import FOLLOWS_FROM, GONE, MOVED, OTHER_TRAINERS, READ_IF, REFUSED
 
 VERSION = '0.9.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
@@ -107,6 +107,8 @@ def configure(Config, pass_on=None):
                 if owner and pass_on is not None:
                     pass_on[key] = checked(value, others(script)[key][1], f'{path}: {key}')
                 elif owner:
+                    if value != others(script)[key][1].default:
+                        refuse_moved(key, script, f'{path}: ')
                     skipped[key] = owner  # one file serves several scripts
                 elif key not in knobs and (callable(value) or isinstance(value, ModuleType)):
                     pass  # an import or a function of the file's own
@@ -115,6 +117,8 @@ def configure(Config, pass_on=None):
                     values[key] = checked(value, knob, f'{path}: {key}')
                     explicit[key] = path
         for key, text in options:
+            if pass_on is None:
+                refuse_moved(key, script)
             value = parse(text, find(key, known, script, f'--{key}'), f'--{key}')
             (values if key in knobs else pass_on)[key] = value
             explicit[key] = 'command line'
@@ -268,7 +272,16 @@ def others(script):
 
 def owner_of(key, script):
     """The name of another train script in this folder that has the key, or None."""
-    return others(script).get(key, (None,))[0]
+    return MOVED.get(script.name, {}).get(key) or others(script).get(key, (None,))[0]
+
+
+def refuse_moved(key, script, given=''):
+    """Raise Mistake for a key that this script had in earlier versions: without it the run would be another one."""
+    if now := MOVED.get(script.name, {}).get(key):
+        raise Mistake(
+            f'{given}{key} is a key of {now}: type that in place of {script.name}, and the run goes on from its '
+            'checkpoint'
+        )
 
 
 def find(key, knobs, script, given, advice=''):
@@ -308,7 +321,8 @@ def closest(key, knobs):
 def help_text(knobs, values, docstring):
     """The script's docstring, then one line per key: default, type and comment, under the section's name."""
     rows = {key: (f'--{key}={values[key]}', ' | '.join(types_of(knob)) or 'any') for key, knob in knobs.items()}
-    key_width = max((len(default) for default, _ in rows.values()), default=0)
+    # A list of many words does not push the comments of all other keys off the screen.
+    key_width = max((len(default) for default, _ in rows.values() if len(default) <= 40), default=0)
     type_width = max((len(types) for _, types in rows.values()), default=0)
     lines = [(docstring or '').strip(), '', 'Config files (*.py), then --key=value; the last one wins. The defaults:']
     section = None

@@ -2,7 +2,7 @@ r"""
 Context parallelism by hand: each sequence is cut over several ranks, for lengths whose activations fit no single GPU.
 
     context = context_manual.Context(run.layout, 'ring', device, timeout_s=600)  # collective
-    batch = context.part((x, y))  # of (B, T) this rank's (B, T/4), and an attention layout, which looks at all of T
+    batch = context.part((x, y))  # of (B, T) this rank's (B, T/4), and an attention that looks at all of T
     loss_sum, ce_sum = model(*batch)  # sums over this rank's targets: those of all ranks add up to the loss
 
 Every layer but attention looks at one token at a time, so it needs no change. Attention also needs the keys and values
@@ -50,7 +50,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from huggingface.finetune import OWN_ATTENTION
 from layout import make_mesh
-from model import ModelConfig, place_in_documents
+from model import SAVED_OPS, ModelConfig, place_in_documents
 
 aten = torch.ops.aten
 
@@ -102,7 +102,8 @@ class Context:
 
         x, y: (B, T), where T is a multiple of 2N. starts: in host memory (data.batches(starts_on_host=True)), because
         the host decides which tiles there are.
-        Returns x, y, None, layout: this rank's columns (B, T/N) of tokens and targets, no starts, and the layout.
+        Returns x, y, None, attention: this rank's columns (B, T/N) of tokens and targets, no starts, and how they
+        attend to those of the other ranks.
         """
         x, y, *starts = batch
         c = x.shape[1] // (2 * self.ranks)
@@ -113,8 +114,8 @@ class Context:
         if starts:
             documents = starts[0]
             positions = place_in_documents(documents.to(x.device, non_blocking=True), x.shape[1])[1][:, mine]
-        layout = SharedLayout(positions, documents, self.impl, self.group.group_name)
-        return x[:, mine], y[:, mine], None, layout
+        attention = SharedAttention(positions, documents, self.impl, self.group.group_name)
+        return x[:, mine], y[:, mine], None, attention
 
 
 def tiles(rank, source, ranks, T, documents=None):
@@ -153,10 +154,12 @@ def tiles(rank, source, ranks, T, documents=None):
 
 # --- attention over ranks ---------------------------------------------------------------------------------------------
 
+SAVED_OPS.append('context_manual.attend.default')
+
 
 @dataclass
-class SharedLayout:
-    """An attention layout (see model.py) for sequences of T tokens, of which this rank has T/N."""
+class SharedAttention:
+    """For sequences of T tokens, of which this rank has T/N."""
 
     positions: Tensor  # int64 (1 or B, T/N): places of this rank's tokens in their sequence or document
     documents: Tensor | None  # int64 (B, M), on the host: where each document of a whole sequence begins

@@ -22,18 +22,14 @@ import itertools
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from dataset.mixture import SourceOrder, names_in, parse_stages
-from dataset.shards import LEARNED
-from dataset.shuffle import sample_windows
-from dataset.windows import has_split, open_dataset, read_meta
-from layout import counted
+from dataset.shuffle import permuted
+from dataset.windows import has_split, open_dataset
 from system.errors import one_line
-from text.conversations import marked_text
 from text.tokenizer import as_argument, names_tokenizer, same_tokenizer, tokenizer_of
 
 MAX_EPOCHS = 4  # over a source of a mixture: up to here, repeated text is nearly as good as new (arXiv 2305.16264)
@@ -132,11 +128,11 @@ class Mixture:
             samples = slots[here]
             if len(order.table) > 1:
                 first_of_step = samples - samples % self.global_batch_size
-                samples = first_of_step + sample_windows(samples, self.global_batch_size, ~seed)
+                samples = first_of_step + permuted(samples, self.global_batch_size, ~seed)
             sources[here], windows[here] = order.locate(samples)
         for number, source in enumerate(self.sources):
             here = sources == number
-            windows[here] = sample_windows(windows[here], source.n_windows, seed)
+            windows[here] = permuted(windows[here], source.n_windows, seed)
         return sources, windows
 
     def count_targets(self, seed, first, n):
@@ -245,49 +241,6 @@ def folder_of(keys, data_dir=None):
     names = names_in(parse_stages({'dataset_stages': (), **keys}))
     folders = [os.path.join(data_dir or keys['data_dir'], name) for name in names]
     return next((folder for folder in folders if os.path.exists(os.path.join(folder, 'meta.json'))), folders[0])
-
-
-def peek(dataset, data_dir, n_windows=8, n_tokens=256, n_chats=2):
-    """Print the beginnings of a run's first windows, with their source and the borders of documents. If windows hold
-    conversations, print the first ones whole, with what is learned in brackets."""
-    keys = {'dataset': dataset, 'data_dir': data_dir, 'dataset_stages': (), 'windows': 'stream'}
-    metas = [read_meta(Path(data_dir, name)) for name in names_in(parse_stages(keys))]
-    longest = max((meta['splits']['train']['longest'] for meta in metas if meta.get('masked')), default=None)
-    if longest:  # cut no conversation; text goes together with conversations only as documents
-        keys['windows'] = 'documents'
-    length = longest or n_tokens
-    mixture = open_mixture({**keys, 'block_size': length, 'vocab_size': None}, 'train')
-    mixture.plan(1, n_windows)
-    decode = tokenizer_of(folder_of(keys)).decode
-    as_long = ', as long as the longest conversation' if longest else ''
-    print(f'windows of {counted(length, "token")}{as_long}; those of a run have its --block_size')
-    for number, window in zip(*mixture.locate(np.arange(n_windows), seed=1337), strict=True):
-        source = mixture.sources[number]
-        where = f'{mixture.names[number]}, window {window:,} of {source.n_windows:,}'
-        if source.is_chat:
-            chats = conversations_in(*(row[0] for row in source.read([window])))
-            print(f'--- {where}, {counted(len(chats), "conversation")} in it, what is learned in 【 】:')
-            for chat in chats[:n_chats]:
-                print(marked_text(*chat, decode, '【', '】'), end='\n\n')
-            continue
-        tokens = np.array(source.read([window])[0]).ravel()[:n_tokens]
-        parts = np.split(tokens, np.flatnonzero(tokens == source.eot) + 1)
-        text = '【end of document】\n'.join(decode(part[part != source.eot]) for part in parts)
-        n_ends = len(parts) - 1
-        print(f'--- {where}, {counted(n_ends, "document")} {"ends" if n_ends == 1 else "end"} in it:\n{text}')
-
-
-def conversations_in(x, y, starts):
-    """[(tokens, flags)] of the conversations in one window. x, y, starts: one row each of Conversations.read()."""
-    borders = [*starts[starts < len(x)].tolist(), len(x)]
-    chats = []
-    for begin, end in itertools.pairwise(borders):
-        learned = y[begin:end] >= 0
-        if learned.any():  # otherwise it is padding
-            last = begin + int(np.flatnonzero(learned)[-1]) + 1  # a conversation ends with an answer
-            tokens = np.append(x[begin:last], y[last - 1])
-            chats.append((tokens, np.append(False, learned[: last - begin]) * np.uint8(LEARNED)))
-    return chats
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

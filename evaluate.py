@@ -56,9 +56,9 @@ class Config:
 config, explicit = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import data
+import fsdp
 import fsdp_manual
 from evaluation import in_run, tasks
 from huggingface import finetune, lora, native, rounding
@@ -147,12 +147,9 @@ if config.shard != 'none':  # as in train_fsdp.py
     finetune.refuse_scalars(raw_model)
     mesh = make_mesh({'shard': world_size}, device, config.timeout_s)
 if config.shard == 'manual':
-    model = fsdp_manual.shard(raw_model, [[block] for block in raw_model.blocks], mesh, compute_dtype)
+    model = fsdp_manual.shard(raw_model, raw_model.blocks, mesh, compute_dtype)
 elif config.shard == 'torch':
-    sharding = {'mesh': mesh, 'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype)}
-    for block in raw_model.blocks:
-        fully_shard(block, **sharding)
-    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)
+    model = fsdp.by_torch(raw_model, raw_model.blocks, mesh, compute_dtype)
 else:
     model = raw_model
 raw_model.to_empty(device=device)

@@ -201,8 +201,8 @@ OTHER_TRAINERS = {
     'float8 fp8': 'matmul_dtype=float8',
     'precision bf16 fp16 amp': 'dtype (float32, bfloat16, float16; auto); master weights and reduction are always fp32',
     'sharding': 'zero_stage=3 / zero_stage=2 / replicate_size=N / train_ddp.py',
-    'context_parallel_size cp sequence_parallel_size': 'context_parallel, context_impl (train_fsdp.py)',
-    'tensor_model_parallel_size tp sequence_parallel': 'tensor_parallel (train_fsdp.py, train_pipeline.py)',
+    'context_parallel_size cp sequence_parallel_size': 'context_parallel, context_impl (train_parallel.py)',
+    'tensor_model_parallel_size tp sequence_parallel': 'tensor_parallel (train_parallel.py, train_pipeline.py)',
     'pipeline_model_parallel_size pp': 'pipeline_stages (train_pipeline.py)',
     'num_layers_per_virtual_pipeline_stage': 'pipeline_chunks (train_pipeline.py)',
     'limit_all_gathers backward_prefetch': 'prefetch, with fsdp_impl=manual; fully_shard always prefetches',
@@ -252,6 +252,11 @@ GONE = {
         'it is 0.5 with overlap_steps, and 0 without',
     ),
     'coordinates': (lambda keys: False, '`python benchmarks/coordinates.py` does that'),
+}
+
+# {script: {a key that it had in earlier versions: the script that has it now, and goes on with its runs}}
+MOVED = {
+    'train_fsdp.py': dict.fromkeys(('context_parallel', 'tensor_parallel', 'expert_parallel'), 'train_parallel.py')
 }
 
 # When a key is read: {script: {keys: (what it takes, in words; whether a run has that)}}. For each key that was set in
@@ -394,8 +399,8 @@ READ_IF = {
             lambda run: 'diloco' in run.strategies,
         ),
         'zero_stages': (
-            'with fsdp, fsdp_manual or deepspeed among --strategies',
-            lambda run: {'fsdp', 'fsdp_manual', 'deepspeed'} & {*run.strategies},
+            'with fsdp, fsdp_manual, parallel or deepspeed among --strategies',
+            lambda run: {'fsdp', 'fsdp_manual', 'parallel', 'deepspeed'} & {*run.strategies},
         ),
     },
 }

@@ -31,7 +31,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -49,12 +48,12 @@ PARTS |= {'mlp': ('mlp',), 'head': ('head',)}
 # For varlen_attn(), which from torch 2.12 on has to be told that there are fewer key heads than query heads.
 GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 
-# Selective activation checkpointing keeps the results of these operations, which are expensive to compute again.
+# Selective activation checkpointing keeps the results of these operations, which are expensive to compute again. Who
+# divides the work over ranks adds collectives of its own.
 ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention')
-SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'aten._scaled_mm.default', 'torch_attn._varlen_attn.default']
+SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'aten._scaled_mm.default', 'aten._grouped_mm.default']
+SAVED_OPS += ['torch_attn._varlen_attn.default']
 SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
-SAVED_OPS += ['context_manual.attend.default', 'tensor_manual.reduce_scatter.default']
-SAVED_OPS += ['aten._grouped_mm.default', 'expert_manual.exchange.default', 'expert_manual.exchange_counts.default']
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ class ModelConfig:
     expert_hidden_dim: int | None = None
     router_aux: float = 0.001  # see Router.loss_sum()
     router_z: float = 0.0
-    router_bias: float = 0.0  # see balance_experts()
+    router_bias: float = 0.0  # see expert_manual.balance_experts()
     vocab_size: int | None = None
     block_size: int = 1024
     dropout: float = 0.0
@@ -295,22 +294,22 @@ def llama3_frequencies(frequency, factor, low, high, before):
     return torch.where((length < before / high) | (length > before / low), far, between)
 
 
-# Attention layouts. By default a row is one sequence, in which each token sees itself and those before it. For other
-# rows, a layout says where each token stands in its document, and computes attention within documents. A layout has
+# By default a row is one sequence, in which each token sees itself and those before it. For other rows the argument
+# `attention` says where each token stands in its document, and computes attention within documents. It has
 #
 #     positions                           int64 (B, T), or (1, T) if they are the same in all rows
 #     cos_sin                             (2, B, 1, T, D/2), the rotation of each token; GPT.forward() fills it in
 #     attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
-#                                         token sees itself and the window - 1 tokens before it (MaskedLayout takes
-#                                         neither scale nor window)
+#                                         token sees itself and the window - 1 tokens before it (MaskedAttention
+#                                         takes neither scale nor window)
 #
-# MaskedLayout and PackedLayout are below; context_manual.py has one for sequences that are spread over ranks. They are
+# MaskedAttention and PackedAttention are below; context_manual.py has one for sequences spread over ranks. They are
 # classes because blocks take them as inputs, and in a tuple fully_shard would cast cos_sin to the compute dtype.
 
 
 @dataclass
-class MaskedLayout:
-    """Any layout, given by a mask that says which token sees which."""
+class MaskedAttention:
+    """Given by a mask that says which token sees which."""
 
     positions: torch.Tensor
     mask: torch.Tensor  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens + T)
@@ -322,7 +321,7 @@ class MaskedLayout:
 
 
 @dataclass
-class PackedLayout:
+class PackedAttention:
     """Several documents in each row, for a kernel that needs no mask; see has_flash_attention()."""
 
     positions: torch.Tensor
@@ -340,15 +339,15 @@ class PackedLayout:
         return y.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def layout_of_documents(starts, T, dtype, dropout, head_dim):
-    """The layout of rows that hold several documents each, for heads of this size, in this dtype, with this dropout.
+def attention_of_documents(starts, T, dtype, dropout, head_dim):
+    """For rows that hold several documents each, and for heads of this size, in this dtype, with this dropout.
 
     starts: int64 (B, M), where the documents of a row begin, at most M. The first begins at 0; unused places hold T.
     """
     document, positions = place_in_documents(starts, T)
     if dropout or not has_flash_attention(starts.device, dtype, head_dim):
-        return MaskedLayout(positions, (document[:, None, :, None] == document[:, None, None, :]).tril())
-    return PackedLayout(positions, borders_of_documents(starts, T))
+        return MaskedAttention(positions, (document[:, None, :, None] == document[:, None, None, :]).tril())
+    return PackedAttention(positions, borders_of_documents(starts, T))
 
 
 def has_flash_attention(device, dtype, head_dim):
@@ -367,7 +366,7 @@ def place_in_documents(starts, T):
 
 
 def borders_of_documents(starts, T):
-    """PackedLayout.borders. Unused places count as empty documents, so that every batch has equally many and nothing
+    """PackedAttention.borders. Unused places count as empty documents, so that every batch has equally many and nothing
     is compiled again for another number."""
     B = starts.shape[0]
     rows = torch.arange(B, device=starts.device)[:, None] * T
@@ -411,7 +410,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(config, self.head_dim) if qk_norm else None
         self.k_norm = Norm(config, self.head_dim) if qk_norm else None
 
-    def forward(self, x, cache=None, layout=None):
+    def forward(self, x, cache=None, attention=None):
         """x (B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
         qkv = self.qkv(x)
         if x.device.type == 'cpu':
@@ -424,15 +423,15 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if self.rotary is not None:
             first = 0 if cache is None else cache.length
-            cos_sin = layout.cos_sin if layout else self.rotary.cos_sin[:, first : first + x.shape[1]]
+            cos_sin = attention.cos_sin if attention else self.rotary.cos_sin[:, first : first + x.shape[1]]
             q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
         if cache is not None:
-            is_masked = layout is not None or cache.length == 0 or x.shape[1] == 1  # none sees a later one
-            assert is_masked, f'{x.shape[1]} tokens after {cache.length}: expected 1, or a layout'
+            is_masked = attention is not None or cache.length == 0 or x.shape[1] == 1  # none sees a later one
+            assert is_masked, f'{x.shape[1]} tokens after {cache.length}: expected 1, or a mask'
             k, v = cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
-        if layout is not None:
-            y = layout.attend(q, k, v, dropout)
+        if attention is not None:
+            y = attention.attend(q, k, v, dropout)
         else:
             options = {'dropout_p': dropout, 'enable_gqa': self.n_kv_head < self.n_head}
             if x.shape[1] > 1:  # a single token looks at all before it
@@ -473,7 +472,8 @@ class Balance(nn.Module):
     Left alone, training sends more and more tokens to a few experts, which learn from them and so are chosen again,
     while other experts die. The usual remedy is the loss in loss_sum(); another one is `bias`. Both depend on `load`
     (E), a buffer that is saved in checkpoints: how many of a token's k choices went to each expert in the step before,
-    on average over the global batch, so that the loads sum to k. balance_experts() updates it once a step.
+    on average over the global batch, so that the loads sum to k. balance_experts() in expert_manual.py updates it
+    once a step.
     """
 
     def __init__(self, n_experts, k, aux, z, bias_rate=0.0):
@@ -674,76 +674,6 @@ def loss_of_routers(routers, routings, y):
     return sum(of_layers) / len(of_layers)
 
 
-@torch.no_grad()
-def balance_experts(model, skip=False, group=None):
-    """
-    After a step, sum over the ranks how many tokens each expert had, for all layers at once. The sums become the
-    routers' load and move their biases. Collective; does nothing in a model without experts.
-
-    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes); load and bias then stay, too.
-    group: the ranks that train together, if these are not all ranks.
-
-    bias += router_bias * sign(k/E - load), minus the mean over experts, so that an expert with few tokens is chosen
-    more easily. There is no loss that would pull the router away from what the model is trained for (DeepSeek: arXiv
-    2408.15664).
-    """
-    routers = getattr(model, 'routers', None)
-    if not routers:
-        return
-    seen = torch.stack([router.seen for router in routers])  # (L, E+1)
-    dist.all_reduce(seen, group=group)
-    model.routed = seen  # for router_metrics()
-    torch._foreach_zero_([router.seen for router in routers])
-    if skip is True:
-        return
-    before, uniform = torch.stack([router.load for router in routers]), routers[0].k / routers[0].n_experts
-    load = uniform * (seen[:, :-1] / seen[:, :-1].mean(1, keepdim=True)).float()  # (L, E)
-    counts = load.isfinite()  # false in a step without any token
-    if isinstance(skip, torch.Tensor):
-        counts = counts & (skip == 0)
-    load = torch.where(counts, load, before)
-    torch._foreach_copy_([router.load for router in routers], load.unbind())
-    if routers[0].bias is not None:
-        bias = torch.stack([router.bias for router in routers])
-        bias += routers[0].bias_rate * (uniform - load).sign() * counts
-        bias -= bias.mean(1, keepdim=True)  # only differences matter
-        torch._foreach_copy_([router.bias for router in routers], bias.unbind())
-
-
-def router_metrics(model):
-    """
-    How the routers divided the last step's global batch: {name: number} for a row of the log, {} without experts. Waits
-    for the device.
-
-    router/violation       tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
-    router/dead            share of the experts with less than a hundredth of the mean
-    router/entropy         of the routers' probabilities, over ln E: 1 is undecided, 0 certain
-    router/fullest_rank    where ranks divide the experts: tokens of the fullest rank over the mean, less 1. First the
-                           micro-steps, and the groups of such ranks, are added up; in a single one it may be more
-    Each is the mean over the layers, and router/worst_... is the value of the worst layer. Lists show which one it is:
-    router/violation_of_layers, router/dead_of_layers    for each layer, from the first to the last
-    router/load_of_worst_layer    in the layer with the largest violation: tokens of each expert over the mean
-    """
-    seen = getattr(model, 'routed', None)
-    if seen is None:
-        return {}
-    seen = seen.cpu()  # waits here; with so few numbers a CPU is quicker than a GPU
-    counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
-    load = counts / counts.mean(1, keepdim=True)  # (L, E)
-    tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
-    of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
-    of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
-    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices if isinstance(model, GPT) else experts
-    if on_a_rank < experts:  # each rank holds equally many consecutive ones
-        of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
-    row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}
-    for name, values in of_layers.items():
-        row[f'router/worst_{name}'] = (values.amin() if name == 'entropy' else values.amax()).item()
-    lists = {f'{name}_of_layers': of_layers[name] for name in ('violation', 'dead')}
-    lists['load_of_worst_layer'] = load[of_layers['violation'].argmax()]
-    return row | {f'router/{name}': [round(value, 4) for value in values.tolist()] for name, values in lists.items()}
-
-
 class Block(nn.Module):
     """Pre-norm transformer block: the unit that is compiled, checkpointed and sharded."""
 
@@ -757,16 +687,16 @@ class Block(nn.Module):
         self.branch_scale = 1 / config.ratios[1]
         self.activation_checkpointing = 'none'
 
-    def forward(self, x, cache=None, layout=None):
+    def forward(self, x, cache=None, attention=None):
         """x (B, T, C) -> (B, T, C); in a mixture also (chosen, logits) of the router."""
         if self.activation_checkpointing == 'none' or cache is not None:
-            return self.add_attention_and_mlp(x, cache, layout)
+            return self.add_attention_and_mlp(x, cache, attention)
         options = {'mode': self.activation_checkpointing, 'noise': self.drop.p > 0}
         choice = None if torch.compiler.is_compiling() else []  # from the first forward to the second
-        return recomputed(self.add_attention_and_mlp, x, None, layout, choice, **options)
+        return recomputed(self.add_attention_and_mlp, x, None, attention, choice, **options)
 
-    def add_attention_and_mlp(self, x, cache, layout, choice=None):
-        x = x.add(self.drop(self.attn(self.attn_norm(x), cache, layout)), alpha=self.branch_scale)
+    def add_attention_and_mlp(self, x, cache, attention, choice=None):
+        x = x.add(self.drop(self.attn(self.attn_norm(x), cache, attention)), alpha=self.branch_scale)
         if not isinstance(self.mlp, MoE):
             return x.add(self.drop(self.mlp(self.mlp_norm(x))), alpha=self.branch_scale)
         y, routing = self.mlp(self.mlp_norm(x), choice)
@@ -851,22 +781,34 @@ def tokens_per_chunk(tokens, most):
     return most
 
 
-def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
-    """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first for the logits (n, V)."""
-    logits[:, vocab_size:] = -math.inf  # padding gets probability 0
+def log_softmax(logits, index, here):
+    """Of logits (n, V): log-probabilities, that of the target in column index (n, 1), and logsumexp (n), all in fp32.
+    here (n): whether the target is one of these columns."""
     log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)  # (n, V)
-    valid = (targets >= 0).float()  # (n)
-    index = targets.clamp(min=0)[:, None]  # (n, 1)
-    log_prob = log_probs.gather(1, index)[:, 0]  # (n), of the target
-    lse = logits.gather(1, index)[:, 0].float() - log_prob  # (n), since log_prob = logit - lse
+    log_prob = log_probs.gather(1, index)[:, 0]  # (n)
+    return log_probs, log_prob, logits.gather(1, index)[:, 0].float() - log_prob  # since log_prob = logit - lse
+
+
+def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, first=0, normalise=log_softmax):
+    """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first for the logits (n, V).
+
+    Where ranks share the vocabulary, `first` is the token of the first column, and `normalise` takes the place of
+    log_softmax(): it asks the other ranks.
+    """
+    dtype = logits.dtype
+    logits[:, max(0, vocab_size - first) :] = -math.inf  # padding gets probability 0
+    column = targets - first
+    here = (column >= 0) & (column < logits.shape[1]) & (targets >= 0)  # (n)
+    index, valid = column.clamp(0, logits.shape[1] - 1)[:, None], (targets >= 0).float()  # (n, 1) and (n)
+    log_probs, log_prob, lse = normalise(logits, index, here)
     ce_sum = -(log_prob * valid).sum()
     loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
     if not with_gradient:
         return loss_sum, ce_sum, None
     # d ce / d logits = softmax - one_hot(target), and d lse^2 / d logits = 2 * lse * softmax
     gradient = log_probs.exp_().mul_((valid * (1 + 2 * z_loss * lse))[:, None])
-    gradient.scatter_add_(1, index, -valid[:, None])
-    return loss_sum, ce_sum, gradient.to(logits.dtype)
+    gradient.scatter_add_(1, index, -here.float()[:, None])
+    return loss_sum, ce_sum, gradient.to(dtype)
 
 
 def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
@@ -888,13 +830,34 @@ def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
     return loss_sum, ce_sum, gradient.to(logits.dtype)
 
 
+class Head(Linear):
+    """From hidden states to logits, or to the loss. The rows of its weight are the tokens of the vocabulary."""
+
+    def __init__(self, config):
+        super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
+        self.vocab_size, self.z_loss = config.vocab_size, config.z_loss
+
+    def whole(self):
+        """The weight (V, C), also where this rank has only a part of it."""
+        return self.weight
+
+    def forward(self, h):
+        """Logits (..., vocab_size) of hidden states (..., C)."""
+        return linear(h, self.whole())[..., : self.vocab_size]
+
+    def loss(self, h, y, cross_entropy):
+        """(loss_sum, ce_sum) of hidden states (B, T, C) for targets (B, T). cross_entropy: for ChunkedCrossEntropy."""
+        options = self.vocab_size, self.z_loss, torch.is_grad_enabled(), cross_entropy
+        return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.weight, y.flatten(), *options)
+
+
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
 class GPT(nn.Module):
     """A decoder-only transformer. Its weights come from initial_value() or a state dict, not from the constructor."""
 
-    takes_padding = True  # if a layout hides it; not so in all models of transformers, see finetune.ForTraining
+    takes_padding = True  # if a mask hides it; not so in all models of transformers, see finetune.ForTraining
     reads_on = False  # it cannot append several tokens to a cache, which has room for one text only
 
     def __init__(self, config, compute_dtype=torch.float32):
@@ -910,25 +873,28 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.n_layer))
         self.routers = [block.mlp.router for block in self.blocks] if config.n_experts else []
         self.final_norm = Norm(config, config.n_embd)
-        self.head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        if config.tie_embeddings:
+        self.head = Head(config)
+        self.tie()
+
+    def tie(self):
+        """Make head and embedding one parameter, where they are tied. (In a pipeline a rank may have neither.)"""
+        if self.config.tie_embeddings and self.embed is not None:
             self.head.weight = self.embed.weight
 
     def _apply(self, *args, **kwargs):
         """to_empty(), to() and the like replace parameters module by module, so tied ones have to be tied again."""
-        had_values = not self.embed.weight.is_meta
+        empty = [router for router in self.routers if router.load.is_meta]
         super()._apply(*args, **kwargs)
-        if not had_values:
-            for router in self.routers:
-                router.begin()
-        if self.config.tie_embeddings:
-            self.head.weight = self.embed.weight
+        for router in empty:
+            router.begin()
+        self.tie()
         return self
 
-    def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
+    def forward(self, x, y=None, starts=None, attention=None, cache=None, then=None):
         """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins.
-        layout: an attention layout in place of `starts`, see above. cache: one KVCache per block, with the tokens
-        before x. then: a function of (hidden (B, T, C), head (vocab_size, C)), whose result is returned.
+        attention: one of the classes above, in place of `starts`. cache: one KVCache per block, with the tokens
+        before x. then: a function of (hidden (B, T, C), logits_of), whose result is returned; logits_of is a function
+        from rows of hidden to their logits.
 
         With targets it returns (loss_sum, ce_sum), fp32 scalars that are sums over the positions with y != -1. loss_sum
         is the cross-entropy plus z_loss * logsumexp(logits)^2, and when a mixture trains plus what its routers add; it
@@ -936,49 +902,60 @@ class GPT(nn.Module):
         Without targets it returns the logits (B, T, vocab_size), with a cache only those of the last token
         (B, 1, vocab_size). Raises ValueError for more than block_size tokens.
         """
-        first_position = cache[0].length if cache else 0
-        end = first_position + x.shape[1]
-        if end > self.config.block_size:
-            raise ValueError(f'{end} tokens are more than block_size={self.config.block_size}')
+        h, routings = self.hidden(x, starts, attention, cache)
+        if then is not None:
+            head = self.head.whole()[: self.config.vocab_size].to(h.dtype)
+            return then(h, lambda rows: rows @ head.T)
+        return self.head(h) if y is None else self.loss(h, y, routings)
 
-        positions = torch.arange(first_position, end, device=x.device)
-        if self.rotary is not None:
-            self.rotary.prepare(x.device)
-        if starts is not None:
-            sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
-            layout = layout_of_documents(starts, x.shape[1], *sizes)
-        if layout is not None:
-            positions = layout.positions
-            layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
-        h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
-        if self.pos_embed is not None:
-            h = h + self.pos_embed(positions).to(self.compute_dtype)
-        h, routings = self.drop(h), []
+    def hidden(self, x, starts=None, attention=None, cache=None):
+        """What the head sees, (B, T, C), with a cache (B, 1, C); and for the loss what the routers of a mixture say."""
+        first = cache[0].length if cache else 0
+        positions, attention = self.places(first, x.shape[1], x.device, starts, attention)
+        h, routings = self.embedded(x, positions), []
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
-            h = block(h, block_cache, layout)
+            h = block(h, block_cache, attention)
             if self.routers:
                 h, routing = h
                 routings.append(routing)
-        if cache:
-            h = h[:, -1:]  # (B, 1, C)
+        return self.finished(h[:, -1:] if cache else h), routings
+
+    def places(self, first, T, device, starts=None, attention=None):
+        """The positions of T tokens, after `first` others, and the attention, which knows their rotation."""
+        if first + T > self.config.block_size:
+            raise ValueError(f'{first + T} tokens are more than block_size={self.config.block_size}')
+        positions = torch.arange(first, first + T, device=device)
+        if self.rotary is not None:
+            self.rotary.prepare(device)
+        if starts is not None:
+            sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
+            attention = attention_of_documents(starts, T, *sizes)
+        if attention is not None:
+            positions = attention.positions
+            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+        return positions, attention
+
+    def embedded(self, x, positions):
+        """What the first block sees of tokens (B, T): (B, T, C)."""
+        h = self.embed(x).to(self.compute_dtype)
+        if self.pos_embed is not None:
+            h = h + self.pos_embed(positions).to(self.compute_dtype)
+        return self.drop(h)
+
+    def finished(self, h):
+        """What the head sees of the last block's result."""
         h = self.final_norm(h)
         if self.config.base_width is not None:  # the logits get smaller by m_N
             h = h / self.config.ratios[0]
+        return h
 
-        if then is not None:
-            return then(h, self.whole_head()[: self.config.vocab_size])
-        if y is None:
-            return self.head(h)[..., : self.config.vocab_size]
-        options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
-        loss_sum, ce_sum = ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
+    def loss(self, h, y, routings=()):
+        """(loss_sum, ce_sum) of what the head sees, see forward()."""
+        loss_sum, ce_sum = self.head.loss(h, y, self.cross_entropy)
         if self.routers and self.training and torch.is_grad_enabled():
             # Not in the blocks, because with activation checkpointing these would count their tokens twice.
             loss_sum = loss_sum + loss_of_routers(self.routers, routings, y)
         return loss_sum, ce_sum
-
-    def whole_head(self):
-        """The head's weight (V, C). If a rank has only some rows, tensor_manual.py replaces this by an all-gather."""
-        return self.head.weight
 
     def new_cache(self, capacity):
         """A cache for forward(), with room for `capacity` tokens in each row."""

@@ -33,7 +33,6 @@ class StateOnHost:
         self.param_groups, self.zero_grad, self.state_dict = (
             optimizer.param_groups, optimizer.zero_grad, optimizer.state_dict
         )  # fmt: skip
-        self.forms = getattr(optimizer, 'forms', {})
         on_cuda = torch.cuda.is_available()
         self.to_gpu, self.to_host = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
         self.host = {}  # tensor of the state -> page-locked memory, reused in every step

@@ -633,8 +633,8 @@ class Muon(Elementwise):
 
     The factor 0.2*sqrt(...) makes updates as large as AdamW's, so that its learning rate and weight decay carry over.
 
-    Sharded matrices are dealt out to the ranks that share them: each matrix travels to one of these, is orthogonalised
-    there and travels back, which takes two all-to-alls per step for all of them together. With copies of the shards
+    Sharded matrices are dealt out to the ranks that share them. Each matrix is gathered on one of these, orthogonalised
+    there, and scattered again, which takes two all-to-alls per step for all of them together. With copies of the shards
     (HSDP) each copy does this for itself.
     """
 
@@ -659,37 +659,54 @@ class Muon(Elementwise):
         if u[0].is_cuda:
             u = [matrix.bfloat16() for matrix in u]  # precise enough for the iterations, and half to send
 
-        group_of_ranks = shard_group(parameters)
-        if group_of_ranks is None:
-            u = muon_updates(u, [self.split_rows[p] for p in parameters])
-        else:
-            u = self.update_sharded(parameters, u, group_of_ranks)
+        split_rows = [self.split_rows[p] for p in parameters]
+        ranks = shard_group(parameters)
+        u = sharded_muon_updates(u, parameters, split_rows, ranks) if ranks else muon_updates(u, split_rows)
         torch._foreach_add_(theta, theta, alpha=-group['lr'] * group['weight_decay'])
         torch._foreach_add_(theta, u, alpha=-group['lr'])
 
-    def update_sharded(self, parameters, u, group):
-        """This rank's rows of the updates of sharded matrices. u: its rows of their momenta. Collective."""
-        world_size, me = dist.get_world_size(group), dist.get_rank(group)
-        owner_of = deal_out([parameter.shape for parameter in parameters], world_size)
-        owned_by = [[i for i, owner in enumerate(owner_of) if owner == rank] for rank in range(world_size)]
-        shapes = [shapes_of_shards(*parameter.shape, world_size) for parameter in parameters]  # [matrix][rank]
-        assert [tuple(x.shape) for x in u] == [x[me] for x in shapes], f'rank {me} does not hold rows as Shard(0) does'
 
-        outgoing = [[u[i] for i in owned] for owned in owned_by]
-        incoming = [[shapes[i][rank] for i in owned_by[me]] for rank in range(world_size)]
-        received = exchange(outgoing, incoming, group)  # [rank][matrix of mine]
-        mine = [torch.cat(rank_slices) for rank_slices in zip(*received, strict=True)]
-        updates = muon_updates(mine, [self.split_rows[parameters[i]] for i in owned_by[me]])
-        rows_of = [[rows for rows, _ in shapes[i]] for i in owned_by[me]]
-        slices = list(map(torch.split, updates, rows_of))  # [matrix of mine][rank]
-        outgoing = [[matrix_slices[rank] for matrix_slices in slices] for rank in range(world_size)]
-        incoming = [[shapes[i][me] for i in owned] for owned in owned_by]
-        returned = dict(zip(sum(owned_by, []), sum(exchange(outgoing, incoming, group), []), strict=True))
-        return [returned[i] for i in range(len(u))]
+def sharded_muon_updates(u, parameters, split_rows, group):
+    """muon_updates() of sharded matrices: this rank's rows of each update. u: its rows of each momentum. Collective."""
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    shapes = [shapes_of_shards(*parameter.shape, ranks) for parameter in parameters]  # [matrix][rank]
+    assert [tuple(x.shape) for x in u] == [x[me] for x in shapes], f'rank {me} does not hold rows as Shard(0) does'
+    owner_of = deal_out([parameter.shape for parameter in parameters], ranks)
+    owned_by = [[i for i, owner in enumerate(owner_of) if owner == rank] for rank in range(ranks)]
+    mine = owned_by[me]
+
+    whole = gather_to_owners(u, owned_by, shapes, group)
+    updates = muon_updates(whole, [split_rows[i] for i in mine])
+    return scatter_from_owners(updates, owned_by, shapes, group)
 
 
-def exchange(outgoing, shapes, group):
-    """One all-to-all. outgoing[r]: tensors for rank r. Returns [r][i], the tensors from rank r, of shapes[r][i]."""
+def gather_to_owners(rows, owned_by, shapes, group):
+    """Send this rank's rows of each matrix to the matrix's owner. Returns the matrices that this rank owns, whole.
+
+    rows: [matrix]. owned_by: [rank][number of a matrix]. shapes: [matrix][rank], of the rows that a rank holds.
+    """
+    mine, ranks = owned_by[dist.get_rank(group)], range(len(owned_by))
+    outgoing = [[rows[i] for i in owned] for owned in owned_by]
+    incoming = [[shapes[i][rank] for i in mine] for rank in ranks]
+    pieces = all_to_all(outgoing, incoming, group)  # [rank][matrix of mine]
+    return [torch.cat(of_matrix) for of_matrix in zip(*pieces, strict=True)]
+
+
+def scatter_from_owners(matrices, owned_by, shapes, group):
+    """The way back: send each rank its rows of the matrices that this rank owns. Returns this rank's rows of each
+    matrix, [matrix]."""
+    me, ranks = dist.get_rank(group), range(len(owned_by))
+    heights = [[height for height, _ in shapes[i]] for i in owned_by[me]]
+    pieces = list(map(torch.split, matrices, heights))  # [matrix of mine][rank]
+    outgoing = [[of_matrix[rank] for of_matrix in pieces] for rank in ranks]
+    incoming = [[shapes[i][me] for i in owned] for owned in owned_by]
+    returned = all_to_all(outgoing, incoming, group)  # [owner][matrix of the owner]
+    rows = dict(zip(sum(owned_by, []), sum(returned, []), strict=True))
+    return [rows[i] for i in range(len(shapes))]
+
+
+def all_to_all(outgoing, shapes, group):
+    """One collective. outgoing[r]: tensors for rank r. Returns [r][i], the tensors from rank r, of shapes[r][i]."""
     send = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
     sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
     sizes = [[math.prod(shape) for shape in from_rank] for from_rank in shapes]

@@ -7,7 +7,7 @@ Pipeline parallelism by hand: every rank holds some of the blocks, and activatio
     with pipeline.weights_cast():
         for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does at one time
             ...  # pipeline.forward(action, x, y) or pipeline.backward(action, 1 / targets), or nothing
-            pipeline.exchange(actions)
+            pipeline.send_and_receive(actions)
     pipeline.sum_gradients()
 
 The blocks are divided into *parts*, each of which a micro-step runs through in one go. All parts have equally many
@@ -38,7 +38,6 @@ What is lost?           The dots, called the bubble: (stages - 1) / (chunks * mi
 
 from collections import namedtuple
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -46,7 +45,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layout import counted
-from model import LLAMA_STYLE, ChunkedCrossEntropy, layout_of_documents
+from model import GPT, LLAMA_STYLE
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
 
@@ -174,8 +173,8 @@ def used_by(action, last):
 # --- what a stage holds -----------------------------------------------------------------------------------------------
 
 
-class Stage(nn.Module):
-    """The parts of a model.GPT that are on one stage. Parameters keep their names: `blocks.7.attn.qkv.weight`.
+class Stage(GPT):
+    """The parts of a GPT that are on one stage. Parameters keep their names: `blocks.7.attn.qkv.weight`.
 
     The embedding is with part 0, the final norm and the head with the last part. A tied embedding is on both of these
     stages, and under both of its names, so that optimizer and checkpoint treat it as they do in the whole model."""
@@ -183,13 +182,13 @@ class Stage(nn.Module):
     def __init__(self, model, stage, stages, chunks, share=None):
         """model: on the meta device, so that what other stages hold costs nothing. share: the Share that is told what
         other stages hold."""
-        super().__init__()
+        nn.Module.__init__(self)
         self.config, self.compute_dtype, self.cross_entropy = model.config, model.compute_dtype, model.cross_entropy
         self.last = stages * chunks - 1
         self.borders = [0, *accumulate(blocks_of_parts(model.config.to_dict(), stages * chunks))]
         is_first, is_last = stage == 0, stage == stages - 1
         self.holds_tied = model.config.tie_embeddings and (is_first or is_last)
-        self.rotary, self.initial_value = model.rotary, model.initial_value
+        self.rotary, self.routers = model.rotary, []
         self.embed = model.embed if is_first or self.holds_tied else None
         self.pos_embed = model.pos_embed if is_first else None
         self.drop = model.drop
@@ -206,42 +205,17 @@ class Stage(nn.Module):
         """Numbers of the blocks of a part."""
         return range(*self.borders[part : part + 2])
 
-    def _apply(self, *args, **kwargs):
-        """As in GPT: to_empty() replaces parameters module by module, which unties the head from the embedding."""
-        super()._apply(*args, **kwargs)
-        if self.holds_tied:
-            self.head.weight = self.embed.weight
-        return self
-
     def forward(self, part, x, y=None, starts=None):
         """One part of GPT.forward. x: for part 0 tokens (B, T), for others activations (B, T, C). y, starts: as in GPT.
 
         Returns activations (B, T, C), but from the last part (loss_sum, ce_sum). T is block_size. After
         tensor_manual.Split the activations are those of this rank's tokens, (B, T/t, C).
         """
-        T = self.config.block_size
-        positions, layout = torch.arange(T, device=x.device), None
-        if self.rotary is not None:
-            self.rotary.prepare(x.device)
-        if starts is not None:
-            layout = layout_of_documents(starts, T, self.compute_dtype, self.config.dropout, self.config.head_dim)
-            positions = layout.positions
-            layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
-        h = x
-        if part == 0:
-            h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
-            if self.pos_embed is not None:
-                h = h + self.pos_embed(positions).to(self.compute_dtype)
-            h = self.drop(h)
+        positions, attention = self.places(0, self.config.block_size, x.device, starts)
+        h = self.embedded(x, positions) if part == 0 else x
         for number in self.of(part):
-            h = self.blocks[str(number)](h, None, layout)
-        if part < self.last:
-            return h
-        h = self.final_norm(h)
-        if self.config.base_width is not None:  # as in GPT
-            h = h / self.config.ratios[0]
-        options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
-        return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
+            h = self.blocks[str(number)](h, None, attention)
+        return h if part < self.last else self.loss(self.finished(h), y)
 
 
 # --- how it works with the others -------------------------------------------------------------------------------------
@@ -302,7 +276,7 @@ class Pipeline:
         work.wait()
         return tensor
 
-    def exchange(self, actions):
+    def send_and_receive(self, actions):
         """Send the result of this stage's action to the stage that needs it, and begin to receive what other stages'
         actions have for this one. actions: one list of the timetable. All stages call this once for each list."""
         operations, users = [], []
@@ -330,6 +304,19 @@ class Pipeline:
         # Sends of the time before: their receivers are posted by now, or will be without waiting for this rank.
         for _, work in before:
             work.wait()
+
+    def losses(self, _, batches, beat):
+        """As evaluation.validation.of_each_batch(): the last stage yields what it has computed."""
+        batches, chunks = list(batches), (self.module.last + 1) // self.stages
+        with self.weights_cast():
+            for actions in timetable(self.stages, chunks, len(batches), backward=False):
+                beat()
+                if action := actions[self.stage]:
+                    batch, source = batches[action.micro_step]
+                    ce_sum = self.forward(action, *batch)
+                    if action.part == self.module.last:
+                        yield ce_sum, batch[1], source
+                self.send_and_receive(actions)
 
     def sum_gradients(self):
         """Sum the gradients over the copies of this stage, a block at a time, and those of a tied embedding over the

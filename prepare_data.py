@@ -123,9 +123,9 @@ if config.verify:
     print(f'{folder}: {verify(folder)} files, sha256 as in meta.json')
     sys.exit()
 if config.peek:
-    import data  # only here, because it imports torch
+    from text.peek import peek  # only here, because it imports torch
 
-    data.peek(config.peek, config.data_dir)
+    peek(config.peek, config.data_dir)
     sys.exit()
 if config.dataset == 'synthetic':
     print('synthetic: random tokens, made while training\nnext: python train_ddp.py --dataset=synthetic')

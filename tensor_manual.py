@@ -28,8 +28,8 @@ Which gradients are     Those of matrices, since all tokens passed through them.
 whole?                  each seen only the tokens of this rank (q_norm and k_norm: its heads), so its gradients are
                         summed over the ranks, once per step.
 Embedding and head?     Cut by tokens of the vocabulary. Each rank looks up the tokens that it has, and takes 0 for the
-                        others; the reduce-scatter sums these. Of the logits each rank has some columns, from which
-                        cross_entropy() finds the loss.
+                        others; the reduce-scatter sums these. Of the logits each rank has some columns, and
+                        log_softmax() asks the other ranks for three numbers.
 What crosses the wire?  Per rank, micro-step and layer 8 (t-1)/t B T C numbers in the compute dtype: 4 in forward, 4 in
                         backward. Selective checkpointing gathers X again (10), full also repeats the first
                         reduce-scatter (11). Embedding and head together send 4 of these, the loss 3 fp32 numbers a
@@ -50,7 +50,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from exchange import collectives
 from layout import Share, Slice
-from model import Linear, ModelConfig
+from model import SAVED_OPS, Head, Linear, ModelConfig, cross_entropy
 from optim import local
 
 # How a module's parameters are cut: 0 by rows, which are outputs; 1 by the columns of the weight, which are inputs.
@@ -125,12 +125,11 @@ class Split:
             norm.register_forward_hook(lambda module, args, output: all_gather(output, ranks.size, ranks.group))
         if model.embed is not None:
             model.embed = VocabularyEmbedding(model.embed, ranks, model.compute_dtype)
-        if model.config.tie_embeddings and model.head is not None:
-            model.head.weight = model.embed.weight
         if model.pos_embed is not None:
             model.pos_embed = PositionEmbedding(model.pos_embed, ranks)
-        model.cross_entropy = partial(cross_entropy, ranks=ranks)
-        model.whole_head = lambda: all_gather(model.head.weight[None], ranks.size, ranks.group)[0]
+        if model.head is not None:
+            model.head = SplitHead(model.head, model.config, ranks)
+        model.tie()
 
     def on_all_ranks(self):
         """The parameters that are not cut, and so have the same values on all ranks."""
@@ -197,6 +196,23 @@ class VocabularyEmbedding(nn.Embedding):
         return reduce_scatter(found.to(self.dtype), self.ranks.size, self.ranks.group)
 
 
+class SplitHead(Head):
+    """A head cut by rows, V/t on each rank. The loss is found from all ranks' columns of the logits."""
+
+    def __init__(self, head, config, ranks):
+        with torch.device('meta'):
+            super().__init__(config)
+        self.weight, self.ranks = head.weight, ranks
+
+    def whole(self):
+        return all_gather(self.weight[None], self.ranks.size, self.ranks.group)[0]
+
+    def loss(self, h, y, _):
+        first = self.ranks.rank * self.weight.shape[0]
+        kernel = partial(cross_entropy, first=first, normalise=partial(log_softmax, ranks=self.ranks))
+        return super().loss(h, y, kernel)
+
+
 class PositionEmbedding(nn.Embedding):
     """The learned positions of this rank's tokens: positions (..., T) -> (..., T/t, C)."""
 
@@ -211,6 +227,8 @@ class PositionEmbedding(nn.Embedding):
 # --- collectives that autograd knows ----------------------------------------------------------------------------------
 # Custom operators rather than autograd.Functions, because torch.compile treats each as a single kernel, and selective
 # checkpointing knows them by their names.
+
+SAVED_OPS.append('tensor_manual.reduce_scatter.default')
 
 
 @torch.library.custom_op('tensor_manual::all_gather', mutates_args=())
@@ -272,32 +290,17 @@ def shape_scattered(x, ranks, group):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, ranks):
-    """model.cross_entropy() where each rank has some columns of the logits, (n, V/t). Every rank gets the same sums.
+def log_softmax(logits, index, here, ranks):
+    """model.log_softmax() where each rank has some columns of the logits, (n, V/t). Every rank gets the same sums.
 
     The ranks exchange three numbers per token: the highest logit m_i of rank i's columns, s_i = sum exp(logit - m_i),
-    and the target's logit, or 0 where another rank has it. Then m = max m_i and lse = m + log sum_i s_i exp(m_i - m),
-    and each rank has softmax = exp(logit - lse) for its columns.
+    and the target's logit, or 0 where another rank has it. Then m = max m_i and lse = m + log sum_i s_i exp(m_i - m).
     """
-    columns = logits.shape[1]
-    first = ranks.rank * columns
-    dtype, logits = logits.dtype, logits.float()
-    logits[:, max(0, vocab_size - first) :] = -torch.inf  # padding gets probability 0
-    row = targets - first
-    is_here = (row >= 0) & (row < columns) & (targets >= 0)  # (n)
-    index = row.clamp(0, columns - 1)[:, None]  # (n, 1)
+    logits = logits.float()
     m = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min)  # (n); with nothing but padding it would be -inf
     s = (logits - m[:, None]).exp().sum(-1)
-    target = logits.gather(1, index)[:, 0].masked_fill(~is_here, 0)
+    target = logits.gather(1, index)[:, 0].masked_fill(~here, 0)
     m, s, target = all_gather(torch.stack((m, s, target))[:, None], ranks.size, ranks.group).unbind()  # (t, n) each
     highest = m.amax(0)
     lse = highest + (s * (m - highest).exp()).sum(0).log()  # (n)
-
-    valid = (targets >= 0).float()
-    ce_sum = ((lse - target.sum(0)) * valid).sum()
-    loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
-    if not with_gradient:
-        return loss_sum, ce_sum, None
-    gradient = (logits - lse[:, None]).exp_().mul_((valid * (1 + 2 * z_loss * lse))[:, None])
-    gradient.scatter_add_(1, index, -is_here.float()[:, None])
-    return loss_sum, ce_sum, gradient.to(dtype)
+    return logits - lse[:, None], target.sum(0) - lse, lse

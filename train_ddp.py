@@ -5,10 +5,9 @@ Train a language model with data parallelism: every rank holds the whole model, 
     torchrun --nproc_per_node=4 train_ddp.py config/quickstart.py     # 4 GPUs, or 4 CPU processes (gloo)
     python train_ddp.py --help                                        # every key with its default and meaning
 
-`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes, and context, tensor and expert parallelism.
+`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes.
 """
 
-import contextlib
 import math
 
 from configurator import configure
@@ -25,19 +24,17 @@ class Config(Keys, TaskKeys, BestKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import data
 import optim
-from model import balance_experts
-from runtime import health
-from runtime.begin import begin, initialise, make_model
+from expert_manual import balance_experts
+from runtime.begin import begin, initialise, make_model, order_buckets
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'ddp')  # ranks, device, data; every key that the run needs now has a value
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
 # --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
@@ -47,7 +44,9 @@ model = raw_model
 if world_size > 1:
     if config.compile:  # dynamo would split blocks at ends of gradient buckets, but DDP's hooks run between blocks
         torch._dynamo.config.optimize_ddp = False
-    model = DistributedDataParallel(raw_model, device_ids=[device] if on_cuda else None, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        raw_model, device_ids=[device] if run.on_cuda else None, gradient_as_bucket_view=True
+    )
     # DDP would overwrite all buffers with rank 0's in every forward. Here they are constants, or hold what a router has
     # counted on its own rank.
     model.broadcast_buffers = False
@@ -59,52 +58,23 @@ step, state = run.resume(raw_model, opt, scaler)
 
 watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
-
-
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
-        watch.at('evaluation', step)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 if config.eval_only:
-    watch.evaluate_only(model, step, evaluate)
+    watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
-def compare_weights():
-    """Raise an error unless all ranks hold bit-equal weights. Failing memory or a failing GPU can show up here."""
-    health.refuse_different_weights(raw_model.named_parameters(), step, watch.saver.last_good)
-
-
 def save(step):
-    if config.checksum_interval:
-        compare_weights()
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-watch.begin_training(model, save, evaluate)
+watch.begin_training(model, save, checksum_interval=config.checksum_interval)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
-    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
-)
+    run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+    batch_size=batch_size, rank=rank, world_size=world_size, device=device,
+)  # fmt: skip
 if world_size > 1:
-    # The first backward pass decides in which order DDP puts gradients into its buckets, and so in which order they are
-    # added up. A resumed run must add like an uninterrupted one, so both begin with this pass, which changes nothing:
-    # all its targets are -1 (ignored), and its gradients are dropped.
-    tokens = torch.zeros((16, min(8, config.block_size)), dtype=torch.int64, device=device)  # float8: a multiple of 16
-    with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
-        (model(tokens, tokens - 1)[0] * 0).backward()
-    opt.zero_grad(set_to_none=True)
+    order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
@@ -141,15 +111,13 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    if config.checksum_interval and step % config.checksum_interval == 0:
-        compare_weights()
     watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves if they are due
 
 watch.end(step)

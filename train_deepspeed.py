@@ -34,7 +34,6 @@ class Config(Keys, TaskKeys, BestKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
 
 import data
 import deepspeed_engine
@@ -77,26 +76,8 @@ collectives.on_rank_0(write_file, f'{config.out_dir}/deepspeed.json', json.dumps
 
 watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
-
-
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
-        watch.at('evaluation', step)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 if config.eval_only:
-    watch.evaluate_only(model, step, evaluate)
+    watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -112,10 +93,12 @@ def save(step):
     deepspeed_engine.drop(raw_model)
 
 
-watch.begin_training(model, save, evaluate)
+watch.begin_training(model, save)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
-    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
-)
+    run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+    batch_size=batch_size, rank=rank, world_size=world_size, device=device,
+)  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
@@ -152,7 +135,7 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then the engine skips by itself and halves
     # the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = loss_scaler is not None and loss_scaler.cur_scale >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, own_norm, may_overflow)
+    skip = numbers.must_skip(step + 1, step_loss, targets, own_norm, may_overflow)
     deepspeed_engine.step(model, opt, bool(skip))  # clips, updates this rank's slices, gathers the weights
     if watch.meter.wants_state(opt):
         watch.meter.note_state(*deepspeed_engine.held(model, opt, gradients))

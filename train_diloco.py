@@ -37,18 +37,16 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import data
 import diloco
 import expert_manual
-import fsdp_manual
-import offload
+import fsdp
 import optim
 from exchange import diloco_check
+from expert_manual import balance_experts
 from layout import Ranks
-from model import balance_experts, is_load
+from model import is_load
 from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
@@ -59,7 +57,7 @@ run = begin(config, explicit, 'diloco')  # ranks, device, data; every key that t
 if config.dry_run:  # a run says so once it knows how many steps are left
     run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 run.notes += diloco_check.mesh_lines(config.num_replicas, processes.local_world_size())
 diloco_check.refuse_differences(config, run.train_data, run.val_data)
@@ -74,35 +72,11 @@ if config.expert_parallel > 1:  # experts are sharded over fewer ranks than othe
     expert_mesh = run.layout.expert_mesh(device, config.timeout_s)
     experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), run.share)
     expert_mesh = expert_mesh['shard']
-# A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
-blocks, size = raw_model.blocks, config.blocks_per_unit
-units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
-offloads = config.cpu_offload == 'params'
-if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(
-        raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads, experts, expert_mesh
-    )
-else:
-    precision = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
-    sharding = {'mp_policy': precision}
-    if offloads:
-        sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
-    for module in experts:
-        fully_shard(module, mesh=expert_mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-        module.set_gradient_divide_factor(shard_size)  # an expert has computed tokens of all ranks of the replica
-        if expert_mesh.size(-1) > 1:  # gloo's reduce-scatter can only sum: FSDP divides after it, as for a single rank
-            module.set_force_sum_reduction_for_comms(True)
-    for unit in units:
-        fully_shard(list(unit), mesh=mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-    # The root stays gathered after forward, because backward begins with its head.
-    model = fully_shard(raw_model, mesh=mesh, reshard_after_forward=False, **sharding)
+model = fsdp.shard(raw_model, mesh, run, experts, expert_mesh)  # by fully_shard, or by fsdp_manual.py
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
-initialise(raw_model, run, home)  # fp32 master weights, the same in every replica
-opt = optim.from_config(raw_model, config, home, run.share)
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
+initialise(raw_model, run)  # fp32 master weights, the same in every replica
+opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
@@ -143,27 +117,12 @@ for line in diloco_check.advice(config.max_iters - step, config.inner_steps, con
     watch.say(line)
 
 
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
-        watch.at('evaluation', step)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 def batches_from(step):
     """This rank's micro-batches from `step` on: replicas split the global batch, and their ranks split each part."""
-    place, first = replica * shard_size + mesh.get_local_rank(), step * global_batch_size
-    return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, world_size, device)
+    return data.batches(
+        run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+        batch_size=batch_size, rank=replica * shard_size + mesh.get_local_rank(), world_size=world_size, device=device,
+    )  # fmt: skip
 
 
 def targets_of(step):
@@ -178,22 +137,24 @@ if config.verify:
     processes.leave(0 if passed else 1)
 if config.eval_only:
     with outer.outer_parameters():
-        watch.evaluate_only(model, step, evaluate)
+        watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def save(step):
     """Save the outer parameters, and what each replica needs to continue in the middle of a round."""
-    states = diloco_check.everybodys((scaler.state_dict(), watch.numbers.state()), whole_mesh.get_group('replica'))
-    scalers, numbers = zip(*states, strict=True)
-    more = {'numbers': numbers[0], 'scalers': scalers, 'numbers_of_replicas': numbers}
+    states = diloco_check.everybodys((scaler.state_dict(), numbers.state()), whole_mesh.get_group('replica'))
+    scalers, of_replicas = zip(*states, strict=True)
+    more = {'numbers': of_replicas[0], 'scalers': scalers, 'numbers_of_replicas': of_replicas}
     more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
     tensors = outer.tensors(outer.is_mid_round(step))
     watch.save(step, raw_model, opt, scalers[0], more, more_tensors=tensors, optimizer_key=outer.optimizer_key())
 
 
-numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
-watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[replica % len(numbers)])
+before = saved.get('numbers_of_replicas', [saved.get('numbers')])  # what is known of skipped steps
+also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
+watch.begin_training(model, save, group=mesh.get_group(), numbers=before[replica % len(before)], also_log=also_log)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 if found and step < saved['step']:
     watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save(step)
@@ -201,9 +162,7 @@ if found and step < saved['step']:
     is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
     if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0: nothing was saved to replace it
         collectives.on_rank_0(checkpoint.discard, found)
-if config.fsdp_impl == 'manual':
-    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-planner = diloco_check.Plan(outer, watch.meter, watch.say) if config.plan else None  # measures the link
+planner = diloco_check.RoundCosts(outer, watch.meter, watch.say) if config.plan else None  # measures the link
 journal = Journal(watch.log)
 train_batches = batches_from(step)
 while step < config.max_iters and not watch.must_stop:
@@ -245,8 +204,8 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip, mesh.get_group())  # mixtures of experts only; each replica by its own load
     watch.measure_state(raw_model, opt)
     scaler.update()
@@ -258,7 +217,7 @@ while step < config.max_iters and not watch.must_stop:
     round_ends = due.last or step % config.inner_steps == 0
     # loss of the replicas' own weights, each replica on its share of the windows, before they are averaged
     if due.evaluate and outer.is_mid_round(step):
-        row['diloco/inner_val_loss'] = evaluate()['val_loss']
+        row['diloco/inner_val_loss'] = watch.val_loss(step)['val_loss']
 
     # outer step: average what the replicas have learned, and let all of them restart from the result
     if outer.has_work(step, due.last):

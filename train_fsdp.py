@@ -6,11 +6,11 @@ of its optimizer state, and gathers one block at a time to compute (ZeRO, arXiv 
     torchrun --nproc_per_node=4 train_fsdp.py config/quickstart.py    # 4 GPUs, or 4 CPU processes (gloo)
     python train_fsdp.py --help                                       # every key with its default and meaning
 
-`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes, and context, tensor and expert parallelism.
+`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes. Context, tensor and expert parallelism are in
+train_parallel.py.
 """
 
 import math
-from typing import Literal
 
 from configurator import configure
 from keys import BestKeys, Keys, ShardingKeys, TaskKeys
@@ -18,11 +18,6 @@ from keys import BestKeys, Keys, ShardingKeys, TaskKeys
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
-    # data
-    context_parallel = 1  # ranks that share each sequence, for long block_size; they count as one rank; 1 = off [>= 1]
-    context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values go round the ranks one by one, or to all at once
-    tensor_parallel = 1  # ranks that split each matrix and work on the same tokens: for wide models; 1 = off [>= 1]
-    expert_parallel = 1  # ranks that divide the experts of a mixture and send each other tokens; 1 = off [>= 1]
     # fsdp
     replicate_size = 1  # HSDP: copies of the sharded model, e.g. one per node; their gradients are averaged [>= 1]
 
@@ -31,103 +26,34 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-import context_manual
 import data
-import expert_manual
-import fsdp_manual
-import offload
+import fsdp
 import optim
-import tensor_manual
-from layout import Ranks
-from model import balance_experts
-from runtime import health
+from expert_manual import balance_experts
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
-from system import processes
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
-# --- MODEL ------------------------------------------------------------------------------------------------------------
+# --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
+mesh = run.layout.mesh(device, config.timeout_s)  # the ranks that shard; with replicate_size also the copies (HSDP)
+model = fsdp.shard(raw_model, mesh, run)  # by fully_shard, or by fsdp_manual.py
+initialise(raw_model, run)  # fp32 master weights; each rank keeps its slice
 
-# --- SHARD ------------------------------------------------------------------------------------------------------------
-# Ranks that split a matrix or share a sequence get neighbouring numbers, because they exchange the most.
-mesh = run.layout.mesh(device, config.timeout_s)
-context = tensor = None
-if config.context_parallel > 1:
-    context = context_manual.Context(run.layout, config.context_impl, device, config.timeout_s)
-if config.tensor_parallel > 1:
-    tensor = tensor_manual.Split(raw_model, Ranks.of(mesh['tensor']), run.share)
-    mesh = mesh[mesh.mesh_dim_names[:-1]]
-expert_mesh, experts = None, []
-if config.expert_parallel > 1:  # experts are sharded over fewer ranks than other weights: those that hold the same ones
-    expert_mesh = run.layout.expert_mesh(device, config.timeout_s)
-    experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), run.share)
-    expert_mesh = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
-# A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
-blocks, size = raw_model.blocks, config.blocks_per_unit
-units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
-offloads = config.cpu_offload == 'params'
-if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(
-        raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads, experts, expert_mesh
-    )
-else:
-    precision = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
-    sharding = {'mp_policy': precision}
-    if offloads:
-        sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
-    for module in experts:
-        fully_shard(module, mesh=expert_mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-        module.set_gradient_divide_factor(world_size)  # an expert has computed tokens of all ranks
-        if expert_mesh.size(-1) > 1:  # gloo's reduce-scatter can only sum: FSDP divides after it, as for a single rank
-            module.set_force_sum_reduction_for_comms(True)
-    for unit in units:
-        fully_shard(list(unit), mesh=mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-    # The root stays gathered after forward, because backward begins with its head.
-    model = fully_shard(raw_model, mesh=mesh, reshard_after_forward=False, **sharding)
-
-# --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
-home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
-initialise(raw_model, run, home)  # fp32 master weights; each rank keeps its slice
-opt = optim.from_config(raw_model, config, home, run.share)
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
+# --- OPTIMIZER --------------------------------------------------------------------------------------------------------
+opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
 watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
-
-
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    place = batch_size, rank, world_size, device
-    for batch, source in data.eval_batches(run.val_data, windows, *place, starts_on_host=context is not None):
-        watch.at('evaluation', step)
-        if context:
-            batch = context.part(batch)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 if config.eval_only:
-    watch.evaluate_only(model, step, evaluate)
+    watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -135,12 +61,12 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-if config.fsdp_impl == 'manual':
-    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-watch.begin_training(model, save, evaluate)
+also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
+watch.begin_training(model, save, also_log=also_log)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
-    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device,
-    starts_on_host=context is not None,
+    run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+    batch_size=batch_size, rank=rank, world_size=world_size, device=device,
 )  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
@@ -152,10 +78,8 @@ while step < config.max_iters and not watch.must_stop:
     if config.dropout or config.lora_dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
-    # that into the mean over all targets of the global batch. With tensor parallelism several ranks work on the same
-    # tokens and report the same loss, so each target is counted that many times.
+    # that into the mean over all targets of the global batch.
     targets = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
-    targets *= config.tensor_parallel
     loss_scale = world_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up
@@ -164,8 +88,6 @@ while step < config.max_iters and not watch.must_stop:
     for micro_step in range(run.layout.micro_steps):
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
-        if context:
-            batch = context.part(batch)  # this rank's columns
         # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
         # accumulate='sharded' the backward of every micro-step does so.
         last_micro_step = micro_step == run.layout.micro_steps - 1
@@ -178,20 +100,15 @@ while step < config.max_iters and not watch.must_stop:
         step_loss += ce_sum
 
     watch.mark('update')
-    # gradients: sum those of which each tensor-parallel rank has a part, undo the loss scale, clip the global norm
-    if tensor:
-        tensor.sum_partial_gradients()
+    # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
-    if tensor and scaler.is_enabled():
-        health.share_overflow(scaler, opt)  # DTensor reports an overflow along the shard axis, not the tensor axis
-    norm_groups = tensor.norm_groups() if tensor else ()
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
     # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()

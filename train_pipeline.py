@@ -28,7 +28,6 @@ class Config(Keys, BestKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
 
 import data
 import optim
@@ -65,34 +64,10 @@ opt = optim.from_config(raw_model, config, device, run.share)
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
-watch = Watch(run, step, state)  # the log and whatever else only observes
+watch = Watch(run, step, state, losses=model.losses)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
-
-
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the copies."""
-    raw_model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    batches = list(data.eval_batches(run.val_data, windows, batch_size, rank_of_stage, ranks_of_stage, device))
-    with model.weights_cast():
-        for actions in pipeline_manual.timetable(stages, chunks, len(batches), backward=False):
-            watch.at('evaluation', step)
-            if action := actions[stage]:
-                batch, source = batches[action.micro_step]
-                ce_sum = model.forward(action, *batch)
-                if action.part == raw_model.last:
-                    nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-            model.exchange(actions)
-    dist.all_reduce(nats_and_tokens)
-    raw_model.train()
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 if config.eval_only:
-    watch.evaluate_only(model, step, evaluate)
+    watch.evaluate_only(raw_model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -100,11 +75,12 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-watch.begin_training(model, save, evaluate)
-first_sample = step * global_batch_size
+watch.begin_training(raw_model, save)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
-    run.train_data, config.seed, first_sample, global_batch_size, batch_size, rank_of_stage, ranks_of_stage, device
-)
+    run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+    batch_size=batch_size, rank=rank_of_stage, world_size=ranks_of_stage, device=device,
+)  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
@@ -136,7 +112,7 @@ while step < config.max_iters and not watch.must_stop:
             elif action:
                 model.backward(action, loss_factor)
             # send activations to the next part, and their gradients to the one before
-            model.exchange(actions)
+            model.send_and_receive(actions)
 
     watch.mark('update')
     # gradients: sum over the copies, undo the loss scale, clip the global norm
@@ -152,8 +128,8 @@ while step < config.max_iters and not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

@@ -36,19 +36,16 @@ class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import data
 import diloco
-import fsdp_manual
-import offload
+import fsdp
 import optim
 from exchange import diloco_check
+from expert_manual import balance_experts
 from layout import make_mesh
-from model import balance_experts
-from pool.plan import StorePlan
 from pool.replica import Replica, number_of_replicas
+from pool.round_costs import StoreRoundCosts
 from pool.rows import checksums_of_frozen
 from runtime import checkpoint, health
 from runtime.begin import begin, initialise, make_model
@@ -64,7 +61,7 @@ run = begin(config, explicit, 'pool', jobs_ranks)  # ranks, device, data; every 
 if config.dry_run:  # a run says so once it knows how many steps are left
     run.notes += diloco_check.advice(config.max_iters, config.inner_steps, config.outer_momentum)
 found = run.join()  # --dry_run ends here; else init_process_group, and find this job's own checkpoint
-rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 diloco_check.refuse_differences(config, run.train_data, run.val_data)
 
@@ -72,28 +69,11 @@ diloco_check.refuse_differences(config, run.train_data, run.val_data)
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
 whole_mesh = make_mesh({'replica': 1, 'shard': world_size}, device, config.timeout_s)
 mesh = whole_mesh['shard']  # this job is one replica, and exchanges through files
-# A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
-blocks, size = raw_model.blocks, config.blocks_per_unit
-units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
-offloads = config.cpu_offload == 'params'
-if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads)
-else:
-    precision = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
-    sharding = {'mesh': mesh, 'mp_policy': precision}
-    if offloads:
-        sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
-    for unit in units:
-        fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
-    # The root stays gathered after forward, because backward begins with its head.
-    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)
+model = fsdp.shard(raw_model, mesh, run)  # by fully_shard, or by fsdp_manual.py
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
-initialise(raw_model, run, home)  # fp32 master weights
-opt = optim.from_config(raw_model, config, home)
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
+initialise(raw_model, run)  # fp32 master weights
+opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
@@ -132,41 +112,24 @@ if config.replay:
 watch.self_test(model, raw_model, as_loaded=found is None and step == 0)  # a joining job has the pool's weights by now
 for line in diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum):
     watch.say(line)
-
-
-# --- EVALUATION -------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
-    model.eval()
-    windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
-        watch.at('evaluation', step)
-        _, ce_sum = model(*batch)
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)
-    model.train()
-    processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
-
-
 if config.eval_only:
     with outer.outer_parameters():
-        watch.evaluate_only(model, step, evaluate)
+        watch.evaluate_only(model, step)
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def batches_of(replica_number, at):
     """This rank's micro-batches of what replica `replica_number` reads, from step `at` on."""
-    place, first = replica_number * world_size + rank, at * global_batch_size
-    return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, jobs_ranks, device)
+    return data.batches(
+        run.train_data, config.seed, first_sample=at * global_batch_size, global_batch_size=global_batch_size,
+        batch_size=batch_size, rank=replica_number * world_size + rank, world_size=jobs_ranks, device=device,
+    )  # fmt: skip
 
 
 def save(step):
     """Save this job's copy of the pool's outer parameters, and the moments of its inner optimizer."""
-    scale, numbers = scaler.state_dict(), watch.numbers.state()
-    more = {'scalers': [scale], 'numbers_of_replicas': [numbers]}
+    scale = scaler.state_dict()
+    more = {'scalers': [scale], 'numbers_of_replicas': [numbers.state()]}
     more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
     tensors = outer.tensors(outer.is_mid_round(step))
     watch.save(step, raw_model, opt, scale, more, more_tensors=tensors, optimizer_key=outer.optimizer_key())
@@ -179,11 +142,11 @@ def may_leave():
 
 
 own_tokens = run.tokens_per_step // config.num_replicas  # tokens of one step of this job
-numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
-watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
-if config.fsdp_impl == 'manual':
-    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-planner = StorePlan(replica, watch.meter, watch.say) if config.plan else None  # measures the store
+before = saved.get('numbers_of_replicas', [saved.get('numbers')])[0]  # what is known of skipped steps
+also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
+watch.begin_training(model, save, group=mesh.get_group(), numbers=before, tokens_per_step=own_tokens, also_log=also_log)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
+planner = StoreRoundCosts(replica, watch.meter, watch.say) if config.plan else None  # measures the store
 journal = Journal(watch.log)
 replica.say, replica.waiting = watch.say, may_leave
 replica_number, at, end = 0, step, step  # whose data is read, and the steps [at, end) of it that are claimed
@@ -238,8 +201,8 @@ while not watch.must_stop:
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
-    scaler.step(opt, skip=skip)
+    skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
     balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
@@ -267,7 +230,7 @@ while not watch.must_stop:
             journal.show(step, row)
     if due.evaluate or due.score:
         with outer.outer_parameters():
-            row |= evaluate() if due.evaluate else {}
+            row |= watch.val_loss(step) if due.evaluate else {}
             row |= watch.scores(step) if due.score else {}
     if row:
         journal.keep(step, watch.with_totals(step, row))
@@ -279,7 +242,9 @@ while not watch.must_stop:
 
 if replica.ledger.is_complete and looked_at < config.max_iters:  # others finished it: save this job's copy
     step = config.max_iters
-    watch.log.row(step, watch.with_totals(step, (evaluate() if config.eval_iters else {}) | watch.scores(step)))
+    watch.log.row(
+        step, watch.with_totals(step, (watch.val_loss(step) if config.eval_iters else {}) | watch.scores(step))
+    )
     save(step)
 replica.leave()
 if planner:

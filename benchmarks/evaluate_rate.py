@@ -121,13 +121,13 @@ def make_task(path, n_items, edges=False, seed=1):
 
 def settings_of_prompts(row):
     """What lm_eval's task has to say about how answers end and how they are judged, which is by gsm8k's filters."""
-    from evaluation import rules, tasks
+    from evaluation import grading, tasks
 
-    ignored = [pattern.pattern for pattern in rules.IGNORED]
+    ignored = [pattern.pattern for pattern in grading.IGNORED]
     filters = [
         {'name': name, 'filter': [{'function': 'regex', 'regex_pattern': pattern.pattern, 'group_select': which},
                                   {'function': 'take_first'}]}
-        for name, (pattern, which) in rules.GSM8K.items()
+        for name, (pattern, which) in grading.GSM8K.items()
     ]  # fmt: skip
     longest = row.get('max_new_tokens', tasks.MAX_NEW_TOKENS)
     return tuple(json.dumps(value) for value in (ignored, row.get('stop', []), longest, filters))

@@ -22,9 +22,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import fsdp
 import fsdp_manual
 from model import GPT, ModelConfig
 from system import devices, processes
@@ -50,10 +50,7 @@ def build(strategy, arguments, dtype, device):
     if strategy == 'manual':
         model = fsdp_manual.shard(raw, raw.blocks, mesh, dtype, arguments.zero_stage, arguments.prefetch)
     elif strategy == 'torch':
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for block in raw.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=arguments.zero_stage == 3)
-        fully_shard(raw, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        model = fsdp.by_torch(raw, raw.blocks, mesh, dtype, arguments.zero_stage)
     raw.to_empty(device=device)
     torch.manual_seed(0)
     with torch.no_grad():

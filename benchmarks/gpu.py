@@ -443,19 +443,20 @@ def experts(bench):
     eager, and config/moe_quickstart.py for some steps in both ways. On two GPUs: two ranks that share the experts.
     """
     checks = [bench.inner('compiled experts', of=mode, seconds=80) for mode in ('none', 'full', 'selective')]
-    quickstart, short = 'train_fsdp.py config/moe_quickstart.py', dict(dtype='bfloat16', max_iters=20, log_interval=1)
+    file, short = 'config/moe_quickstart.py', dict(dtype='bfloat16', max_iters=20, log_interval=1)
     short |= write_text(bench.out / 'data') | {'warmup_iters': 2}
     short |= dict(block_size=32, max_iters=4) if bench.tiny else {}
     for name, beside in (('eager', None), ('compiled', ('experts-eager', BF16))):
         keys, logs = short | dict(compile=name == 'compiled'), {'TORCH_LOGS': 'recompiles'}
-        checks.append(bench.train(f'experts {name}', quickstart, keys, 60, logs, beside=beside))
+        checks.append(bench.train(f'experts {name}', f'train_fsdp.py {file}', keys, 60, logs, beside=beside))
     if not bench.tiny and (gpus := count_gpus(bench.nvidia_smi)) < 2:
         reason = f'expert_parallel=2 needs 2 GPUs, and here is {gpus}'
         return [*checks, bench.cannot('experts on two ranks', reason)]
     short |= dict(dtype='float32', compile=False, fsdp_impl='manual', batch_size=4)
     for sharing, beside in ((1, None), (2, ('experts-shared-by-1-of-2', ROUNDING))):
         keys = short | dict(expert_parallel=sharing)
-        checks.append(bench.train(f'experts shared by {sharing} of 2', quickstart, keys, ranks=2, beside=beside))
+        shared = f'experts shared by {sharing} of 2'
+        checks.append(bench.train(shared, f'train_parallel.py {file}', keys, ranks=2, beside=beside))
     return checks
 
 

@@ -224,9 +224,9 @@ def train_here(command):
 def one_of_four_ranks(torch, device, arguments):
     """A step of one rank of four whose collectives do nothing: time of the step, time of the host, peak memory."""
     import torch.distributed as dist
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    import fsdp
     import fsdp_manual
     import optim
     from model import GPT, ModelConfig, pointwise_cross_entropy
@@ -242,13 +242,8 @@ def one_of_four_ranks(torch, device, arguments):
         for block in raw_model.blocks:
             block.forward = torch.compile(block.forward)
         raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
-    if arguments.of == 'manual':
-        model = fsdp_manual.shard(raw_model, raw_model.blocks, mesh, torch.bfloat16)
-    else:
-        sharding = {'mesh': mesh, 'mp_policy': MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-        for block in raw_model.blocks:
-            fully_shard(block, **sharding)
-        model = fully_shard(raw_model, reshard_after_forward=False, **sharding)
+    shard = fsdp_manual.shard if arguments.of == 'manual' else fsdp.by_torch
+    model = shard(raw_model, raw_model.blocks, mesh, torch.bfloat16)
     raw_model.to_empty(device=device)
     with torch.no_grad():
         for parameter in raw_model.parameters():

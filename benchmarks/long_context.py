@@ -107,8 +107,8 @@ def bits_by_position(out_dir, data_dir, windows=80, **changes):
     nats = torch.zeros(LONG, dtype=torch.float64)
     with torch.no_grad():
         for tokens in torch.from_numpy(text.read(range(windows))):
-            hidden, weight = model(tokens[None, :-1], then=lambda *parts: parts)
-            nats -= score_tokens(hidden[0], weight, tokens[1:])[0].double()
+            hidden, logits_of = model(tokens[None, :-1], then=lambda *parts: parts)
+            nats -= score_tokens(hidden[0], logits_of, tokens[1:])[0].double()
     return (nats.view(4, -1).mean(1) / windows / math.log(2) / bytes_per_target(text, windows)).tolist()
 
 

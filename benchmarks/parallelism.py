@@ -25,9 +25,9 @@ SPEED = '--n_layer=4 --n_kv_head=2 --n_embd=256 --vocab_size=1024 --block_size=1
 # In a micro-step each rank computes 1024 tokens; with half of the matrices under 'tensor', of the layers in 'pipeline'.
 LAYOUTS = {
     'FSDP': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=1'),
-    'ring': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=2 --context_parallel=2'),
-    'gather': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=2 --context_parallel=2 --context_impl=gather'),
-    'tensor': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=1 --tensor_parallel=2'),
+    'ring': ('train_parallel.py', '--fsdp_impl=manual --batch_size=2 --context_parallel=2'),
+    'gather': ('train_parallel.py', '--fsdp_impl=manual --batch_size=2 --context_parallel=2 --context_impl=gather'),
+    'tensor': ('train_parallel.py', '--fsdp_impl=manual --batch_size=1 --tensor_parallel=2'),
     'pipeline': ('train_pipeline.py', '--batch_size=1'),
 }
 MEMORY = '--fsdp_impl=manual --batch_size=1 --global_batch_size=1'
@@ -66,7 +66,7 @@ def memory(rounds):
     for nproc, keys in ((1, '--block_size=16384'), (2, '--block_size=32768 --context_parallel=2')):
         for _ in range(rounds):
             run = f'{MEMORY} {keys} --max_iters=2'
-            (peaks,) = measure(nproc, 'train_fsdp.py', run, 'mem/rank_max_gb', **RETURN_FREED)
+            (peaks,) = measure(nproc, 'train_parallel.py', run, 'mem/rank_max_gb', **RETURN_FREED)
             print(f'{nproc} x cpu, {keys}: at most {max(peaks):.3f} GB per rank', flush=True)
 
 

@@ -101,7 +101,7 @@ def predict_published(run, scale=1.0):
     shared = run.keys.get('tensor_parallel', 1) * run.keys.get('pipeline_stages', 1)
     groups = run.gpus // shared // run.keys.get('context_parallel', 1)
     keys['global_batch_size'] = run.batch * groups * run.micro_steps
-    config = {**layouts.keys_of('train_fsdp.py', keys, on_cpu=False), **run.keys}
+    config = {**layouts.keys_of('train_parallel.py', keys, on_cpu=False), **run.keys}
     config['activation_checkpointing'] = run.mode
     found = step_time.step(config, 'fsdp', cluster)
     rate = config['global_batch_size'] * run.tokens / found['step'] / run.gpus
@@ -151,15 +151,15 @@ def cases(ranks):
         'ddp': ('ddp', 'train_ddp.py', {'batch_size': mine}),
         'fsdp': ('fsdp', 'train_fsdp.py', {'batch_size': mine}),
         'fsdp manual': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': mine}),
-        'cp2': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': 2 * mine, 'context_parallel': 2}),
-        'tp2': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': 2 * mine, 'tensor_parallel': 2}),
+        'cp2': ('fsdp', 'train_parallel.py', {**MANUAL, 'batch_size': 2 * mine, 'context_parallel': 2}),
+        'tp2': ('fsdp', 'train_parallel.py', {**MANUAL, 'batch_size': 2 * mine, 'tensor_parallel': 2}),
         'pp2': ('pipeline', 'train_pipeline.py', {'batch_size': 1, 'pipeline_stages': 2}),
     }
     if ranks == 4:
         found |= {
             'hsdp': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': mine, 'replicate_size': 2}),
-            'cp4': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': 8, 'context_parallel': 4}),
-            'tp4': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': 8, 'tensor_parallel': 4}),
+            'cp4': ('fsdp', 'train_parallel.py', {**MANUAL, 'batch_size': 8, 'context_parallel': 4}),
+            'tp4': ('fsdp', 'train_parallel.py', {**MANUAL, 'batch_size': 8, 'tensor_parallel': 4}),
             'pp4': ('pipeline', 'train_pipeline.py', {'batch_size': 1, 'pipeline_stages': 4}),
         }
     return found

@@ -372,7 +372,7 @@ def predict(config, row, gpu_gb):
     from planning import memory, sizes, traffic  # here, as it imports torch
 
     world_size = row['world_size']
-    strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])
+    strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp', 'parallel': 'fsdp'}.get(row['strategy'], row['strategy'])
     predicted = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):  # the run has no config.json
         model = sizes.empty_model(config)

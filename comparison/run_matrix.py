@@ -17,8 +17,13 @@ from layout import accumulation_steps
 from system.files import ROOT, read_json
 
 SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
-SCRIPTS |= {'deepspeed': 'train_deepspeed.py', 'diloco': 'train_diloco.py', 'pipeline': 'train_pipeline.py'}
-STAGES = {'fsdp': (2, 3), 'fsdp_manual': (1, 2, 3), 'deepspeed': (1, 2, 3)}
+SCRIPTS |= {
+    'parallel': 'train_parallel.py',
+    'deepspeed': 'train_deepspeed.py',
+    'diloco': 'train_diloco.py',
+    'pipeline': 'train_pipeline.py',
+}
+STAGES = {'fsdp': (2, 3), 'fsdp_manual': (1, 2, 3), 'parallel': (2, 3), 'deepspeed': (1, 2, 3)}
 IMPLEMENTATIONS = {'fsdp': 'torch', 'fsdp_manual': 'manual'}
 
 # The model if neither a file nor the command line names one. A run of it takes some 10 seconds on 2 cores: 4 layers of

@@ -16,7 +16,7 @@ variants = {
     'dense-2': {**_on_2, **_dense},
     'dense_large-2': {**_on_2, **_large},
     'experts-2': {**_on_2, **_experts},
-    'experts-2-ep2': {**_on_2, **_experts, 'expert_parallel': 2},
+    'experts-2-ep2': {**_on_2, **_experts, 'strategy': 'parallel', 'fsdp_impl': 'manual', 'expert_parallel': 2},
 }
 repeats = 3
 out_dir = 'out/compare_experts'

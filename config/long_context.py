@@ -1,11 +1,11 @@
 # A trained model for four times as many tokens: that of config/quickstart.py, from 256 to 1024 by YaRN.
 #
-#   torchrun --nproc_per_node=4 train_fsdp.py config/long_context.py --context_parallel=4
+#   torchrun --nproc_per_node=4 train_parallel.py config/long_context.py --context_parallel=4
 #   python sample.py --out_dir=out/long_context --prompt="def "
 #
 # The same for a model of transformers, from 32,768 to 131,072 tokens; 8 GPUs share each sequence:
 #
-#   torchrun --nproc_per_node=8 train_fsdp.py config/long_context.py --context_parallel=8 --block_size=131072 \
+#   torchrun --nproc_per_node=8 train_parallel.py config/long_context.py --context_parallel=8 --block_size=131072 \
 #       --init_from=models/Qwen3-0.6B-Base --dataset=raw_text-Qwen3-0.6B-Base --learning_rate=2e-5
 
 out_dir = 'out/long_context'

@@ -2,10 +2,10 @@
 # of 80 GB. docs/experts.md says what each of the keys does. What does it take, and which layouts are there?
 #
 #   RANK=0 LOCAL_RANK=0 WORLD_SIZE=32 LOCAL_WORLD_SIZE=4 MASTER_ADDR=none MASTER_PORT=0 \
-#       python train_fsdp.py config/qwen3_30b_a3b.py --dataset=synthetic --device=cuda --dtype=bfloat16 --dry_run
+#       python train_parallel.py config/qwen3_30b_a3b.py --dataset=synthetic --device=cuda --dtype=bfloat16 --dry_run
 #   python compare.py --plan config/qwen3_30b_a3b.py --gpus=32 --gpu=h100 --node_gpus=4
 #   python prepare_data.py --dataset=fineweb-100BT --tokenizer=models/Qwen3-30B-A3B
-#   sbatch --nodes=8 --gpus-per-node=4 slurm/generic.sh config/qwen3_30b_a3b.py
+#   SCRIPT=train_parallel.py sbatch --nodes=8 --gpus-per-node=4 slurm/generic.sh config/qwen3_30b_a3b.py
 
 out_dir = 'out/qwen3_30b_a3b'
 dataset = 'fineweb-100BT-Qwen3-30B-A3B'

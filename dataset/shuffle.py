@@ -2,7 +2,7 @@
 Shuffling without state: a pseudo-random permutation of any length, each entry of which is computed by itself, in O(1)
 memory.
 
-    windows = sample_windows(np.arange(100, 200), n_windows=10**9, seed=1337)
+    windows = permuted(np.arange(100, 200), 10**9, seed=1337)  # which windows the samples 100 to 199 read
 """
 
 import math
@@ -27,26 +27,27 @@ def _scramble(numbers):
 FEISTEL_ROUNDS = 12
 
 
-def sample_windows(indices, n_windows, seed):
-    """The window that each sample of a run reads: without replacement within an epoch, reshuffled in every epoch.
+def permuted(numbers, n, seed):
+    """Where a random permutation of 0 .. n - 1 puts each number; numbers from n on get another permutation, and so on.
 
-    indices: array of sample indices, >= 0; sample i is in epoch i // n_windows. Returns int64, same shape, < n_windows.
+    numbers: array, >= 0. Returns int64, same shape, < n. If sample i of a run reads window permuted(i), the run reads
+    each of n windows once per epoch, and every epoch, i // n, has an order of its own.
 
     A table for 100B tokens would not fit into memory, so the permutation is computed: by an unbalanced Feistel network
-    on a grid of rows x columns >= n_windows cells (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    on a grid of rows x columns >= n cells (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     A position is a cell. Each round shifts either its row by a hash of its column, or its column by a hash of its row;
     the hashes are keyed by seed, epoch and round. A shift can be undone, so no two positions end in one cell. With
-    ceil(sqrt(n_windows)) rows, fewer cells than rows are outside of the data. A position that ends there goes through
-    the network again until it is inside (cycle walking), and the result is still a bijection.
+    ceil(sqrt(n)) rows, fewer cells than rows are outside of the data. A position that ends there goes through the
+    network again until it is inside (cycle walking), and the result is still a bijection.
     """
-    epochs, positions = np.divmod(np.asarray(indices, dtype=np.uint64), np.uint64(n_windows))
+    epochs, positions = np.divmod(np.asarray(numbers, dtype=np.uint64), np.uint64(n))
     keys = _scramble(_scramble(np.array([seed % 2**64], dtype=np.uint64)) + epochs * GOLDEN_GAMMA)
-    rows = math.isqrt(n_windows - 1) + 1
-    columns = -(-n_windows // rows)
-    windows = _shuffle_grid(positions, keys, rows, columns)
-    while (outside := windows >= n_windows).any():
-        windows[outside] = _shuffle_grid(windows[outside], keys[outside], rows, columns)
-    return windows.astype(np.int64)
+    rows = math.isqrt(n - 1) + 1
+    columns = -(-n // rows)
+    places = _shuffle_grid(positions, keys, rows, columns)
+    while (outside := places >= n).any():
+        places[outside] = _shuffle_grid(places[outside], keys[outside], rows, columns)
+    return places.astype(np.int64)
 
 
 def _shuffle_grid(cells, keys, rows, columns):

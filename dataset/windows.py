@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.shards import AS_END, FIRST, LEARNED, read_shard
-from dataset.shuffle import GOLDEN_GAMMA, MULTIPLIER, sample_windows
+from dataset.shuffle import GOLDEN_GAMMA, MULTIPLIER, permuted
 
 ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
 PREPARED_FILES = ('meta.json', 'unfinished.json')  # prepare_data.py keeps the second until it writes the first
@@ -168,7 +168,7 @@ class PackedDataset(TokenDataset):
         if self.packing:
             order, bins = pack(lengths - 1, self.block_size)
         self.n_windows = int(bins.max()) + 1
-        windows = sample_windows(bins, self.n_windows, seed=0)
+        windows = permuted(bins, self.n_windows, seed=0)
         by_window = np.argsort(windows, kind='stable')
         piece_order = order[by_window]
         self._starts, self._lengths = starts[piece_order], lengths[piece_order]

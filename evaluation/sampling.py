@@ -16,7 +16,7 @@ import math
 import torch
 
 from layout import counted
-from model import GPT, MaskedLayout
+from model import GPT, MaskedAttention
 
 
 class NotFinite(ValueError):
@@ -142,8 +142,8 @@ class Reader:
     def read(self, columns):
         """Logits (B, vocab_size) after further ids of each text. columns: equally long lists of ids, one per text."""
         self.length += len(columns[0])
-        layout = layout_behind(self.pads, len(columns[0]), self.length, self.device)
-        return self.model(torch.tensor(columns, device=self.device), layout=layout, cache=self.cache)[:, -1]
+        attention = attention_behind(self.pads, len(columns[0]), self.length, self.device)
+        return self.model(torch.tensor(columns, device=self.device), attention=attention, cache=self.cache)[:, -1]
 
     def keep(self, itself, places):
         """Continue only with the texts at these places. itself: the unwrapped model, which has keep_rows()."""
@@ -161,8 +161,8 @@ class Memory:
         return self.reader is not None and len(self.ids) < len(text) and text[: len(self.ids)] == self.ids
 
 
-def layout_behind(pads, T, length, device):
-    """The attention layout of the last T of `length` columns; None if no mask is needed. pads (B): with how many pads
+def attention_behind(pads, T, length, device):
+    """The attention of the last T of `length` columns; None if no mask is needed. pads (B): with how many pads
     each row begins. A pad attends to itself, since attention to nothing would give NaN."""
     if not any(pads) and T in (1, length):
         return None
@@ -170,7 +170,7 @@ def layout_behind(pads, T, length, device):
     query = columns[-T:, None]  # (T, 1)
     mask = (columns >= pads[:, None]) & (columns <= query) | (columns == query)  # (B, T, length)
     positions = (columns[-T:] - pads).clamp(min=0)  # (B, T)
-    return MaskedLayout(positions, mask[:, None])
+    return MaskedAttention(positions, mask[:, None])
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, uniform=None):

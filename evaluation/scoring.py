@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from model import MaskedLayout
+from model import MaskedAttention
 from system import processes
 
 LOGITS_BYTES = {'cpu': 1 << 25, 'cuda': 1 << 28}  # at most, for one chunk of tokens
@@ -65,7 +65,7 @@ def batches_of(rows, batch_size):
 
 def tensors_of(rows, device, multiple=1):
     """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch, with T padded to a multiple of
-    `multiple`. tree: the rows' attention layout, or None if no row has branches. places: in the flattened tokens."""
+    `multiple`. tree: the rows' attention, or None if no row has branches. places: in the flattened tokens."""
     T = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
 
     def padded(lists, value):
@@ -77,7 +77,7 @@ def tensors_of(rows, device, multiple=1):
     if any(row.branches[-1] for row in rows):
         branches = padded([row.branches for row in rows], -1)
         query, key = branches[:, None, :, None], branches[:, None, None, :]
-        tree = MaskedLayout(padded([row.positions for row in rows], 0), ((query == key) | (key == 0)).tril())
+        tree = MaskedAttention(padded([row.positions for row in rows], 0), ((query == key) | (key == 0)).tril())
     return padded([row.tokens for row in rows], 0), tree, places, targets, numbers
 
 
@@ -110,10 +110,10 @@ def log_likelihoods(
         batch = batches[min(mine, len(batches) - 1)]
         tokens, tree, places, targets, numbers = tensors_of(batch, device, tensor_parallel)
 
-        def score(hidden, weight, places=places, targets=targets):
-            return score_tokens(hidden.flatten(0, 1)[places], weight, targets)
+        def score(hidden, logits_of, places=places, targets=targets):
+            return score_tokens(hidden.flatten(0, 1)[places], logits_of, targets)
 
-        nats, is_likeliest = model(tokens, layout=tree, then=score)
+        nats, is_likeliest = model(tokens, attention=tree, then=score)
         if mine < len(batches):
             totals[0].index_add_(0, numbers, nats.double())
             totals[1].index_add_(0, numbers, is_likeliest.double())
@@ -124,16 +124,14 @@ def log_likelihoods(
     return [[next(found) for _ in item_requests] for item_requests in requests]
 
 
-def score_tokens(hidden, weight, tokens):
+def score_tokens(hidden, logits_of, tokens):
     """(log-probability (N) of each token given hidden (N, C), whether it is the likeliest token (N)). Computed in
-    chunks, so that the logits of all tokens never exist at once. weight: (V, C), or None if hidden are the logits."""
-    rows = hidden.shape[1] if weight is None else weight.shape[0]
-    most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * rows))
-    matrix = None if weight is None else weight.to(hidden.dtype).T  # (C, V)
+    chunks, so that the logits of all tokens never exist at once. logits_of: from (n, C) to (n, V)."""
+    columns = logits_of(hidden[:1]).shape[1]
+    most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * columns))
     scores = []
     for some, targets in zip(hidden.split(most), tokens.split(most), strict=True):
-        logits = some if matrix is None else some @ matrix  # (n, V)
-        log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
+        log_probs = torch.log_softmax(logits_of(some), -1, dtype=torch.float32)
         found = log_probs.gather(1, targets[:, None])[:, 0]
         scores.append((found, log_probs.argmax(-1) == targets))
     return [torch.cat(parts) for parts in zip(*scores, strict=True)]

@@ -8,7 +8,7 @@ Tasks to evaluate a language model on. A task is a file of JSON lines, one item 
     {"prompt": "2 + 3 =", "answer": "5", "stop": ["\\n"], "rule": "number"}            does it write the answer?
 
 What the model writes after a prompt ends with one of the texts "stop", or after "max_new_tokens" (256 if not given).
-rules.py explains "rule" and "pattern", which decide whether it is right.
+grading.py explains "rule" and "pattern", which decide whether it is right.
 In every form but "text" a row may have a "delimiter" between context and choice (" " if not given), a "description",
 which comes before everything else, and a "group", from which its few-shot examples are taken. Few-shot examples are in
 TASK.fewshot.jsonl beside TASK.jsonl. The first row may have "num_fewshot", the default number of examples, and any row
@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evaluation.rules import Rule
+from evaluation.grading import Rule
 from system.errors import one_line
 from text.chat_rows import tools_of
 from text.conversations import ChatTemplate, check_tools

@@ -82,16 +82,16 @@ def everybodys(value, group=None):
     return values
 
 
-# --- plan -------------------------------------------------------------------------------------------------------------
+# --- what rounds cost -------------------------------------------------------------------------------------------------
 
 
-class Plan:
+class RoundCosts:
     """Predicts from measurements what rounds of other lengths would cost, and at the end compares the prediction with
     the run.
 
     Making one times exchanges of growing size over the real link, in every dtype; this is collective and takes some
-    seconds. After the first few steps, from which the time of a step is known, rank 0 prints the table. pool/plan.py
-    has the plan of a pool.
+    seconds. After the first few steps, from which the time of a step is known, rank 0 prints the table.
+    pool/round_costs.py has those of a pool.
     """
 
     SIZE, WAITS = 'MB sent per rank', ''

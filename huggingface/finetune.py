@@ -43,10 +43,10 @@ from model import (
     GPT,
     Balance,
     ChunkedCrossEntropy,
-    MaskedLayout,
+    MaskedAttention,
+    attention_of_documents,
     cross_entropy,
     is_load,
-    layout_of_documents,
     loss_of_routers,
     recomputed,
 )
@@ -441,24 +441,24 @@ class ForTraining:
     routers = ()  # if a mixture is to be balanced: a Balance for each of its routers
     is_whole = False  # not sharded: weights are fp32 masters or stored frozen ones, see lora.compute_from_stored()
 
-    def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
+    def forward(self, x, y=None, starts=None, attention=None, cache=None, then=None):
         """As model.GPT.forward(): (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without y logits (B, T, V).
-        starts (B, M): where each document of a row begins, or instead of it `layout`, an attention layout; attention
+        starts (B, M): where each document of a row begins, or instead of it `attention`, as in GPT.forward(); attention
         then stays within documents. cache: from new_cache(), with the tokens before x; the result is then the logits of
-        the last token, (B, 1, V). then: a function that is called with (hidden, head), or with (logits, None) if the
-        class makes logits in its own way, and whose result is returned."""
+        the last token, (B, 1, V). then: as in GPT.forward(); if the class makes logits in its own way, hidden are the
+        logits."""
         if cache is not None:
-            return self.last_logits(x, layout, cache)
+            return self.last_logits(x, attention, cache)
         options = {'use_cache': False}
         if starts is not None:
-            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout, self.head_dim)
-        if layout is not None:
-            options['position_ids'] = layout.positions
+            attention = attention_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout, self.head_dim)
+        if attention is not None:
+            options['position_ids'] = attention.positions
             if self.config._attn_implementation == ATTENTION:  # others recognise documents by their positions
-                if isinstance(layout, MaskedLayout):
-                    options['attention_mask'] = layout.mask
+                if isinstance(attention, MaskedAttention):
+                    options['attention_mask'] = attention.mask
                 else:
-                    options['layout'] = layout  # transformers passes it on to causal_attention()
+                    options['attention'] = attention  # transformers passes it on to causal_attention()
         head = self.get_output_embeddings()
         # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts the inputs of matmuls.
         # (Autocast does not work for meta tensors; planning/activations.py imitates it.)
@@ -468,14 +468,15 @@ class ForTraining:
             if not self.has_plain_head or y is None and then is None:
                 logits = super().forward(x, **options).logits
                 if y is None:
-                    return logits if then is None else then(logits, None)
+                    return logits if then is None else then(logits, lambda rows: rows)
                 hidden, targets, vocab_size = None, y.flatten(), logits.shape[-1]
                 sums = loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
             else:
                 hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
         if hidden is not None:
             if then is not None:
-                return then(hidden, head.weight)
+                weight = head.weight.to(hidden.dtype)
+                return then(hidden, lambda rows: rows @ weight.T)
             options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
             sums = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
         if self.routers and self.training and torch.is_grad_enabled():
@@ -484,14 +485,14 @@ class ForTraining:
             return loss_sum + loss_of_routers(self.routers, routings, y), ce_sum
         return sums
 
-    def last_logits(self, x, layout, cache):
+    def last_logits(self, x, attention, cache):
         """Logits (B, 1, V) after the last token of x (B, T), whose tokens follow those in the cache."""
         options = {'use_cache': True, self.arguments.cache: cache}
-        if layout is not None and self.arguments.position_ids:
-            options['position_ids'] = layout.positions
-        if layout is not None:  # other implementations take a mask of the real tokens: those that the last one sees
+        if attention is not None and self.arguments.position_ids:
+            options['position_ids'] = attention.positions
+        if attention is not None:  # other implementations take a mask of the real tokens: those that the last one sees
             is_own = self.config._attn_implementation == ATTENTION
-            options['attention_mask'] = layout.mask if is_own else layout.mask[:, 0, -1].long()
+            options['attention_mask'] = attention.mask if is_own else attention.mask[:, 0, -1].long()
         head = self.get_output_embeddings()
         casting = self.compute_dtype != head.weight.dtype
         with torch.autocast(x.device.type, self.compute_dtype) if casting else contextlib.nullcontext():
@@ -502,8 +503,8 @@ class ForTraining:
 
     @property
     def takes_padding(self):
-        """Whether last_logits() accepts a layout that hides padding. State-space models do not, since each handles its
-        state in its own way, and without a cache another layout is expected."""
+        """Whether last_logits() accepts a mask that hides padding. State-space models do not, since each handles its
+        state in its own way, and without a cache another mask is expected."""
         return bool(self.arguments.cache and self.arguments.position_ids)
 
     @property
@@ -617,7 +618,7 @@ def find_routers(model):
 def balance_routers(model, pretrained):
     """
     Let the routers of a mixture add to the loss what those of model.GPT add, and count their tokens for
-    model.balance_experts(). Each gets a Balance in its block, whose load is saved in checkpoints.
+    expert_manual.balance_experts(). Each gets a Balance in its block, whose load is saved in checkpoints.
 
     What a router says leaves the block as a second output, as in model.Block. A block that is computed twice, with
     activation checkpointing, is still counted once, and it remains a single graph for torch.compile.
@@ -711,7 +712,7 @@ def find_blocks(model):
     return max(found, key=len)
 
 
-def causal_attention(module, query, key, value, attention_mask, sliding_window=None, layout=None, **options):
+def causal_attention(module, query, key, value, attention_mask, sliding_window=None, attention=None, **options):
     """transformers' attention by scaled_dot_product_attention, except that a missing mask means causal.
 
     transformers' own would look for packed documents in every forward pass, and wait for the GPU to do so. On a CPU,
@@ -719,13 +720,13 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     T, dtype = query.shape[2], query.dtype
-    if layout is not None:
+    if attention is not None:
         # As autocast does for torch's own attention, but not for operators that it does not know: on fp32 weights a
         # rotary embedding returns fp32, and the kernels of packed and of shared rows take one half-precision dtype.
         wanted = nf4.autocast_dtype(value) or value.dtype
         query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
         scale_and_window = {'scale': options.get('scaling'), 'window': sliding_window}
-        return layout.attend(query, key, value, **scale_and_window).transpose(1, 2), None
+        return attention.attend(query, key, value, **scale_and_window).transpose(1, 2), None
     before = key.shape[2] - T  # tokens in a cache
     if sliding_window and sliding_window < before + T:
         near = torch.ones(T, before + T, dtype=torch.bool, device=query.device)  # (T, before + T)

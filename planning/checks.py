@@ -9,6 +9,7 @@ import context_manual
 import diloco
 import expert_manual
 import float8
+import fsdp
 import optim
 import pipeline_manual
 import tensor_manual
@@ -24,8 +25,6 @@ def check(keys, layout, shape):
     check_optimizer(keys)
     if getattr(shape, 'n_experts', 0):
         check_experts(keys, layout, shape.n_experts)
-    if 'zero_stage' in keys and layout.strategy != 'deepspeed':
-        check_sharding(keys)
     lines = []
     for lesson in lessons_of(layout):
         lines += lesson.check(keys, layout, shape) or []
@@ -37,6 +36,7 @@ def check(keys, layout, shape):
 def lessons_of(layout):
     """The lessons that divide the work of this layout."""
     in_use = {
+        fsdp: layout.strategy in ('fsdp', 'diloco', 'pool'),
         pipeline_manual: layout.strategy == 'pipeline',
         context_manual: layout.context > 1,
         tensor_manual: layout.tensor > 1,
@@ -82,14 +82,3 @@ def check_experts(keys, layout, n_experts):
             raise ValueError(
                 f'{given} with {key}={size}: experts in bfloat16 on a GPU take multiples of 8: use {sizes}'
             )
-
-
-def check_sharding(keys):
-    """Raise ValueError for a way of sharding that the implementation of FSDP does not have."""
-    if keys['zero_stage'] == 1 and keys['fsdp_impl'] == 'torch':
-        raise ValueError('zero_stage=1: expected 3, 2 or, with --fsdp_impl=manual, 1')
-    on_cuda = keys['device'].startswith('cuda')
-    if on_cuda and keys['cpu_offload'] == 'params' and keys['dtype'] == 'float16':
-        raise ValueError(
-            'cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32'
-        )

@@ -55,6 +55,10 @@ def candidates(keys, cluster):
     tensors, pipelines, experts = powers(node), powers(cluster.gpus)[1:], [1]
     if is_mixture:
         tensors, pipelines, experts = [1], [], powers(cluster.gpus)
+
+    def stated(**sizes):  # as the command has them: also 1, where a file sets another
+        return {key: size for key, size in sizes.items() if size > 1 or keys.get(key, 1) > 1}
+
     modes = dict.fromkeys((keys.get('activation_checkpointing', 'none'), 'selective', 'full'))
     for mode, batch_size in itertools.product(modes, powers(keys['global_batch_size'])):
         common = {'batch_size': batch_size, 'activation_checkpointing': mode}
@@ -64,15 +68,15 @@ def candidates(keys, cluster):
                 layout = {'zero_stage': stage, 'accumulate': accumulate}
                 if impl == 'manual' or (share > 1 and mode == 'selective'):  # fully_shard cannot do this
                     layout['fsdp_impl'] = 'manual'
-                sizes = (('replicate_size', replicas), ('tensor_parallel', tensor), ('context_parallel', context))
-                layout |= {'expert_parallel': share} if is_mixture else {}  # also 1: a file may set another
-                yield 'fsdp', 'train_fsdp.py', common | layout | {key: size for key, size in sizes if size > 1}
+                layout |= stated(replicate_size=replicas)
+                inside = stated(tensor_parallel=tensor, context_parallel=context, expert_parallel=share)
+                yield 'fsdp', 'train_parallel.py' if inside else 'train_fsdp.py', common | layout | inside
         for stages, chunks, tensor in itertools.product(pipelines, (1, 2, 4), tensors):
             layout = {'pipeline_stages': stages, 'pipeline_chunks': chunks}
-            layout |= {'tensor_parallel': tensor} if tensor > 1 else {}
+            layout |= stated(tensor_parallel=tensor)
             yield 'pipeline', 'train_pipeline.py', common | layout
         for share in experts if nodes > 1 else ():
-            layout = {'num_replicas': nodes} | ({'expert_parallel': share} if is_mixture else {})
+            layout = {'num_replicas': nodes} | stated(expert_parallel=share)
             yield 'diloco', 'train_diloco.py', common | layout
 
 

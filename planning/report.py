@@ -142,9 +142,11 @@ def out_of_memory_advice(config, world_size, strategy):
     if config.get('n_experts') and strategy in ('fsdp', 'diloco') and not is_refused:
         possible = math.gcd(layout.shard, config['n_experts'])
         together = max(n for n in range(1, 9) if possible % n == 0)
+    divide = 'set' if 'expert_parallel' in config else 'use train_parallel.py'
     fewer_bits = 'bfloat16' if layout.tensor > 1 else 'int8'  # a cut would divide int8's blocks
     state_helps = {  # frozen weights have no state
-        f'set --expert_parallel={together}': largest in ('gathered', 'accumulated', 'reduction') and sharing < together,
+        f'{divide} --expert_parallel={together}': largest in ('gathered', 'accumulated', 'reduction')
+        and sharing < together,
         'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,
         'set --lora_rank=16': has_untrained and not config['lora_rank'],
         'use train_fsdp.py on several GPUs': strategy == 'ddp',

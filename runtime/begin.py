@@ -11,6 +11,7 @@ model with its first weights.
     step, state = run.resume(raw_model, opt, scaler)
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -73,6 +74,11 @@ class Run:
     @property
     def on_cuda(self):
         return self.device.type == 'cuda'
+
+    @property
+    def home(self):
+        """The device where weights and optimizer state live."""
+        return torch.device('cpu') if vars(self.config).get('cpu_offload') == 'params' else self.device
 
     def join(self):
         """Join the process group and find the checkpoint to resume from. With dry_run, print the plan and exit instead.
@@ -325,7 +331,7 @@ def check_effects(run):
         facts['has_routers'] = pretrained and run.strategy != 'deepspeed' and pretrained.has_routers
     if 'stop_before_end_s' in run.explicit:
         facts['ends_at_s'] = stopping.end_of_slurm_job()
-    run.notes += without_effect(f'train_{run.strategy}.py', config, run.explicit, **facts)
+    run.notes += without_effect(Path(sys.argv[0]).name, config, run.explicit, **facts)
 
 
 def fill_layout(run):
@@ -629,6 +635,21 @@ def make_model(run):
     return model
 
 
+def order_buckets(model, optimizer, run):
+    """
+    Have DistributedDataParallel decide in which order it puts gradients into its buckets, and so in which order the
+    ranks' gradients are added up.
+
+    DDP takes the order from its first backward pass. A resumed run must add like an uninterrupted one, so both begin
+    with this pass, which changes nothing: all its targets are -1 (ignored), and its gradients are dropped.
+    """
+    sizes = 16, min(8, run.config.block_size)  # float8 needs a multiple of 16 tokens
+    tokens = torch.zeros(sizes, dtype=torch.int64, device=run.device)
+    with torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext():
+        (model(tokens, tokens - 1)[0] * 0).backward()
+    optimizer.zero_grad(set_to_none=True)
+
+
 @torch.no_grad()
 def initialise(model, run, device=None):
     """
@@ -637,10 +658,10 @@ def initialise(model, run, device=None):
 
     GPT.initial_value() defines what each parameter begins with; with native=True, huggingface.native does.
 
-    model: on the meta device, sharded or not. device: where the parameters are kept; None = where the run computes.
+    model: on the meta device, sharded or not. device: where the parameters are kept, if that is not run.home.
     """
-    model.to_empty(device=device or run.device)
-    for module in model.modules() if device else ():  # weights may be kept on the host, but buffers are used by forward
+    model.to_empty(device=device or run.home)
+    for module in model.modules():  # weights may be kept on the host, but buffers are used by forward
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         module._buffers.update({name: buffer.to(run.device) for name, buffer in buffers.items()})
     if run.found and run.base is None:  # resume() will load all weights

@@ -7,7 +7,7 @@ The best checkpoint of a run, by validation loss, and the early end of a run who
     if best.why_end(): ...                       # no improvement in `patience` evaluations in a row
 
 The state.json of every checkpoint holds this state, so that a resumed run continues with it. All ranks have the same
-loss, since evaluate() sums over all of them, and therefore they decide alike.
+loss, since val_loss() sums over all of them, and therefore they decide alike.
 """
 
 import math

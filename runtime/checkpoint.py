@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from torch.distributed.tensor import DTensor
 import moments
 from layout import WHOLE
 from model import is_load
+from offload import StateOnHost
+from optim import Elementwise
 from runtime.best import step_of_best
 from runtime.checkpoint_parts import (
     CutTensor,
@@ -582,103 +585,148 @@ def load(path, model, optimizer=None, optimizer_key='optim', share=WHOLE):
     Raises ValueError if names, shapes or dtypes differ from the model's: DCP would silently ignore a surplus tensor and
     convert a dtype. Raises OSError if a file cannot be read.
     """
-    prefixes = ('model.',) if optimizer is None else ('model.', f'{optimizer_key}.')
-    # In a stage of a pipeline: parameters that the other stages load.
-    elsewhere = {f'{kind}.{name}' for name in share.elsewhere for kind in ('model', optimizer_key)}
-    saved = {key: tensor for key, tensor in read_index(path).items() if key.startswith(prefixes)}
-    saved = {key: saved[key] for key in saved if not elsewhere & {key, key.rpartition('.')[0]}}
     names = names_of_tensors(model)
-    base = {f'model.{name}' for name in share.of_base}  # already loaded from init_from
-    base = base if base.isdisjoint(saved) else ()
-    targets = {
-        f'model.{name}': in_whole(share, name, as_saved(tensor.detach()))
-        for tensor, name in names.items()
-        if f'model.{name}' not in base
-    }
+    saved = saved_for(share, read_index(path), ['model'] if optimizer is None else ['model', optimizer_key])
+    weights = weights_to_fill(names, saved, share)
+    slots = [] if optimizer is None else slots_to_fill(names, saved, optimizer, optimizer_key, share)
+    check_fits(path, saved, weights | {slot.key: slot.target for slot in slots})
+    read_tensors(path, weights | {slot.key: slot.target for slot in slots if not slot.form})
+    put_back_bfloat16(path, names, weights)
     if optimizer is not None:
-        zeros_like = getattr(optimizer, 'zeros_like', torch.zeros_like)  # offload.StateOnHost: in host memory
-        parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
-        index_of = {f'{optimizer_key}.{names[parameter]}': index for index, parameter in enumerate(parameters)}
-        optimizer_state = {}  # index of the parameter -> {slot: tensor}, the form of optimizer.state_dict()
-        in_fewer_bits = {}  # key -> (index, slot) of moments that this optimizer does not keep in fp32
-        for key, tensor in saved.items():
-            prefix, _, slot = key.rpartition('.')
-            if prefix in index_of:
-                index = index_of[prefix]
-                if tensor.dim() and parameters[index] in getattr(optimizer, 'forms', ()):
-                    value, in_fewer_bits[key] = parameters[index].detach(), (index, slot)  # only its shape is used
-                elif tensor.dim():
-                    value = zeros_like(parameters[index], dtype=tensor.dtype)  # a moment is sharded like its parameter
-                else:
-                    value = torch.zeros((), dtype=tensor.dtype)  # `step`
-                if key not in in_fewer_bits:
-                    optimizer_state.setdefault(index, {})[slot] = value
-                targets[key] = in_whole(share, names[parameters[index]], value)
+        fill_optimizer(path, optimizer, slots, share)
+    state = read_state(path)
+    return {**state, 'step': state.get('step_of_weights', state['step'])}
 
-    # A fine-tuning run may begin to balance its experts when it resumes, or end it; at first the load is uniform.
-    for key in filter(is_load, saved.keys() ^ targets.keys()):
-        saved.pop(key, None), targets.pop(key, None)
+
+def saved_for(share, index, kinds):
+    """Those entries of read_index() that this rank's model and optimizer have to take up. kinds: 'model', 'optim'."""
+    elsewhere = {f'{kind}.{name}' for name in share.elsewhere for kind in kinds}  # other stages of a pipeline load them
+    saved = {key: tensor for key, tensor in index.items() if key.startswith(tuple(f'{kind}.' for kind in kinds))}
+    return {key: tensor for key, tensor in saved.items() if not elsewhere & {key, key.rpartition('.')[0]}}
+
+
+def weights_to_fill(names, saved, share):
+    """{key: the model's tensor, or a copy in fp32 of one in bfloat16}. names: see names_of_tensors()."""
+    base = {f'model.{name}' for name in share.of_base}  # already loaded from init_from
+    left_out = base if base.isdisjoint(saved) else set()
+    # A fine-tuning run may begin to balance its experts when it resumes; at first the load is uniform.
+    left_out |= {key for name in names.values() if is_load(key := f'model.{name}') and key not in saved}
+    return {
+        key: in_whole(share, name, as_saved(tensor.detach()))
+        for tensor, name in names.items()
+        if (key := f'model.{name}') not in left_out
+    }
+
+
+class Slot(NamedTuple):
+    """One tensor of an optimizer's state, such as the exp_avg of a parameter."""
+
+    key: str  # in the checkpoint
+    index: int  # of the parameter in the optimizer
+    name: str  # of the slot
+    parameter: torch.Tensor
+    name_of_parameter: str
+    form: moments.Form | None  # of a moment that this optimizer does not keep in fp32
+    value: torch.Tensor | None  # to be filled, in fp32
+    target: torch.Tensor | CutTensor  # the same as a part of the whole; with a form only its shape and dtype are used
+
+
+def slots_to_fill(names, saved, optimizer, optimizer_key, share):
+    """A Slot for everything that the checkpoint has of this optimizer's parameters."""
+    forms, zeros_like, _ = kept_by(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
+    index_of = {f'{optimizer_key}.{names[parameter]}': index for index, parameter in enumerate(parameters)}
+    slots = []
+    for key, tensor in saved.items():
+        of_parameter, _, slot = key.rpartition('.')
+        if of_parameter not in index_of:
+            continue
+        index = index_of[of_parameter]
+        parameter, form, value = parameters[index], None, None
+        if not tensor.dim():
+            value = torch.zeros((), dtype=tensor.dtype)  # `step`
+        elif parameter in forms:
+            form = forms[parameter]
+        else:
+            value = zeros_like(parameter, dtype=tensor.dtype)  # a moment is sharded like its parameter
+        target = in_whole(share, names[parameter], parameter.detach() if value is None else value)
+        slots.append(Slot(key, index, slot, parameter, names[parameter], form, value, target))
+    return slots
+
+
+def kept_by(optimizer):
+    """How an optimizer keeps its moments: ({parameter: moments.Form} of those that are not fp32, a function that makes
+    one to be filled, and one that puts one in fewer bits where it belongs)."""
+    on_host = isinstance(optimizer, StateOnHost)
+    itself = optimizer.optimizer if on_host else optimizer
+    forms = itself.forms if isinstance(itself, Elementwise) else {}  # PyTorch's own optimizers have none
+    return (forms, optimizer.zeros_like, optimizer.at_rest) if on_host else (forms, torch.zeros_like, lambda x: x)
+
+
+def check_fits(path, saved, targets):
+    """Raise ValueError unless the checkpoint has what is to be filled and nothing else, in the same shapes and
+    dtypes."""
 
     def kind(tensors, key):
         return f'{tuple(tensors[key].shape)} {tensors[key].dtype}' if key in tensors else 'missing'
 
     different = [key for key in sorted(saved.keys() | targets.keys()) if kind(saved, key) != kind(targets, key)]
+    # A fine-tuning run may also end to balance its experts when it resumes.
+    different = [key for key in different if key in targets or not is_load(key)]
     if different:
         key = different[0]
         first = f'{key} is {kind(saved, key)} in the checkpoint and {kind(targets, key)} here'
         raise ValueError(f'checkpoint {path} does not fit this model: {first} ({len(different)} differences in all)')
-    if optimizer is not None:
-        targets = {key: target for key, target in targets.items() if key not in in_fewer_bits}
-    read_tensors(path, targets)
-    for tensor, name in names.items():
-        if f'model.{name}' in targets and tensor.dtype == torch.bfloat16:
-            put_back(tensor, targets[f'model.{name}'], path, name)
-    if optimizer is not None:
-        if getattr(optimizer, 'forms', None):
-            read_in_fewer_bits(path, model, optimizer, in_fewer_bits, optimizer_state, share)
-        # load_state_dict also moves each tensor to where this optimizer wants it: fused AdamW has `step` on the GPU.
-        optimizer.load_state_dict({'state': optimizer_state, 'param_groups': optimizer.state_dict()['param_groups']})
-    state = read_state(path)
-    return {**state, 'step': state.get('step_of_weights', state['step'])}
 
 
 @torch.no_grad()
-def put_back(frozen, saved, path, name):
-    """Copy a frozen weight from a checkpoint, where it is fp32, into the model's bfloat16. Raises ValueError if that
-    would round it, because the run would then go on from other weights."""
-    frozen, saved = local_piece(frozen.detach()), local_piece(saved)
-    frozen.copy_(saved)
-    if not torch.equal(frozen.float(), saved):
-        raise ValueError(f'checkpoint {path} has {name} in more digits than bfloat16: use --frozen_dtype=float32')
+def put_back_bfloat16(path, names, weights):
+    """Copy frozen weights from their copies in fp32, which are what a checkpoint holds, into the model's bfloat16.
+
+    Raises ValueError if that would round them, because the run would then go on from other weights."""
+    for tensor, name in names.items():
+        if tensor.dtype == torch.bfloat16 and f'model.{name}' in weights:
+            frozen, saved = local_piece(tensor.detach()), local_piece(weights[f'model.{name}'])
+            frozen.copy_(saved)
+            if not torch.equal(frozen.float(), saved):
+                more = f'checkpoint {path} has {name} in more digits than bfloat16'
+                raise ValueError(f'{more}: use --frozen_dtype=float32')
 
 
-def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, share, part_bytes=2**28):
-    """Read the moments that the optimizer keeps in fewer bits than fp32, and add them to optimizer_state, {index of a
-    parameter: slots}. keys: {key: (index, slot)}.
+def fill_optimizer(path, optimizer, slots, share):
+    """Give the optimizer the state that was read into the slots, after reading those in fewer bits."""
+    state = {}  # index of a parameter -> {slot: tensor}, the form of optimizer.state_dict()
+    for slot in slots:
+        if not slot.form:
+            state.setdefault(slot.index, {})[slot.name] = slot.value
+    forms, _, at_rest = kept_by(optimizer)
+    if forms:
+        for slot, found in read_in_fewer_bits(path, [slot for slot in slots if slot.form], share):
+            state.setdefault(slot.index, {}).update({name: at_rest(tensor) for name, tensor in found.items()})
+    # load_state_dict also moves each tensor to where this optimizer wants it: fused AdamW has `step` on the GPU.
+    optimizer.load_state_dict({'state': state, 'param_groups': optimizer.state_dict()['param_groups']})
+
+
+def read_in_fewer_bits(path, slots, share, part_bytes=2**28):
+    """Iterate over (slot, {name: tensor} as the optimizer keeps it) of slots with a form.
 
     A checkpoint holds them in fp32, and there may be no memory for all of those at once. So each rank reads part_bytes
     of them, rounds these, and goes on with the next.
     """
-    at_rest = getattr(optimizer, 'at_rest', lambda tensor: tensor)  # offload.StateOnHost: in host memory
-    names, parameters = names_of_tensors(model), [p for group in optimizer.param_groups for p in group['params']]
 
-    def bytes_of(key):
-        parameter = parameters[keys[key][0]]
-        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-        return 4 * parameter.numel() // ranks
+    def bytes_of(slot):
+        ranks = slot.parameter.device_mesh.size() if isinstance(slot.parameter, DTensor) else 1
+        return 4 * slot.parameter.numel() // ranks
 
-    parts = [*moments.in_parts(keys, bytes_of, part_bytes)]
+    parts = [*moments.in_parts(slots, bytes_of, part_bytes)]
     most = [None] * dist.get_world_size()  # reading is collective, but stages of a pipeline differ in their parameters
     dist.all_gather_object(most, len(parts))
     for part in parts + [[]] * (max(most) - len(parts)):
-        values = {key: torch.zeros_like(parameters[keys[key][0]], requires_grad=False) for key in part}
-        read_tensors(
-            path, {key: in_whole(share, names[parameters[keys[key][0]]], value) for key, value in values.items()}
-        )
-        for key, value in values.items():
-            index, slot = keys[key]
-            found = moments.from_fp32(optimizer.forms[parameters[index]], parameters[index], slot, moments.local(value))
-            optimizer_state.setdefault(index, {}).update({name: at_rest(x) for name, x in found.items()})
+        values = [torch.zeros_like(slot.parameter, requires_grad=False) for slot in part]
+        pairs = [*zip(part, values, strict=True)]
+        read_tensors(path, {slot.key: in_whole(share, slot.name_of_parameter, value) for slot, value in pairs})
+        for slot, value in pairs:
+            yield slot, moments.from_fp32(slot.form, slot.parameter, slot.name, moments.local(value))
 
 
 def load_weights(path, names=None):

@@ -1,14 +1,15 @@
 """
-Everything that watches a training run, behind one object: the log, the clock, checkpoints, signals, the watchdog. Only
-one of its calls influences training: must_skip() decides whether to skip a step because its loss or gradient is not
-finite (health.py). All others leave the weights and the optimizer as they are.
+Everything that watches a training run, behind one object: the log, the clock, checkpoints, signals, the watchdog. It
+leaves the weights and the optimizer as they are. One of its parts influences training: `numbers` decides whether to
+skip a step because its loss or gradient is not finite (health.py).
 
     watch = Watch(run, step, state)              # opens train.log and metrics.jsonl, starts the watchdog against hangs
-    watch.begin_training(model, save, evaluate)  # from here on signals, the meter and checkpoints are active
+    watch.begin_training(model, save)            # from here on signals, the meter and checkpoints are active
+    numbers = watch.numbers
     while step < config.max_iters and not watch.must_stop:
         watch.begin_step(step)
         watch.mark('forward')                    # a phase begins; each phase of a step is timed
-        skip = watch.numbers.must_skip(...)
+        skip = numbers.must_skip(...)
         ...
         watch.after_step(step, {'lr': lr})       # logs, evaluates, scores and saves whatever is due
     watch.end(step)
@@ -18,6 +19,7 @@ after_step() themselves.
 """
 
 import contextlib
+import functools
 import gc
 from typing import NamedTuple
 
@@ -25,8 +27,8 @@ import torch
 
 import expert_manual
 import float8
+from evaluation import validation
 from huggingface import finetune, native
-from model import router_metrics
 from runtime import checkpoint, health
 from runtime.best import Best
 from runtime.log import Log, say_when_compiling_ends
@@ -50,9 +52,10 @@ NOTHING_DUE = Due(last=False, log=False, evaluate=False, score=False, save=False
 class Watch:
     """Every rank makes one, and all ranks call its methods at the same points, because some of them are collective."""
 
-    def __init__(self, run, step, state):
+    def __init__(self, run, step, state, part=None, losses=validation.of_each_batch):
         """run: from begin(); its notes become the first lines of the log. step: that of the checkpoint from which the
-        run resumes, or 0. state: the contents of that checkpoint's state.json, or {}."""
+        run resumes, or 0. state: the contents of that checkpoint's state.json, or {}. part, losses: how this rank
+        evaluates its share of a batch, see validation.val_loss()."""
         config = run.config
         self.run, self.config, self.state = run, config, state
         flops = run.flops_per_token
@@ -68,7 +71,7 @@ class Watch:
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
         self.watchdog = health.Watchdog(config.out_dir, config.timeout_s, lambda: expert_manual.begun)
         self.first_step, self.raw_model = step, None
-        self.also_log = dict  # a script may put a function here that returns more numbers for a row
+        self.part, self.losses = part, losses
 
     def self_test(self, model, raw_model, as_loaded=None):
         """Compare the outputs of a Hugging Face model, sharded as it is now, with those of transformers itself.
@@ -91,25 +94,30 @@ class Watch:
 
     # --- before the loop ----------------------------------------------------------------------------------------------
 
-    def evaluate_only(self, model, step, evaluate):
+    def evaluate_only(self, model, step):
         """With eval_only: log the checkpoint's validation loss and its scores on tasks, and end the process."""
-        self.log.row(step, evaluate() | self.run.tasks.scores(model, step, self.say, self.watchdog.at))
+        self.model = model
+        self.log.row(step, self.val_loss(step) | self.scores(step))
         self.log.close()
         self.watchdog.close()
         processes.leave()
 
-    def begin_training(self, model, save, evaluate, group=None, numbers=None, tokens_per_step=None):
+    def begin_training(
+        self, model, save, group=None, numbers=None, tokens_per_step=None, also_log=None, checksum_interval=0
+    ):
         """
         Count this start (a run that fails again and again at the same step is refused), listen for signals, and set up
         the meter and the saver of checkpoints. If the run begins with the weights of init_from, evaluate those first.
 
-        model: the module whose forward scores tasks. save(step): a function that writes a checkpoint with self.save().
-        evaluate(): returns {'val_loss': ...}. group: the ranks that train together, None = all. numbers: the saved
-        state of their health.Numbers, None = that of the checkpoint. tokens_per_step: of the ranks that are measured
-        here, None = those of the global batch.
+        model: the module that is evaluated. save(step): a function that writes a checkpoint with self.save(). group:
+        the ranks that train together, None = all. numbers: the saved state of their health.Numbers, None = that of the
+        checkpoint. tokens_per_step: of the ranks that are measured here, None = those of the global batch. also_log():
+        returns more numbers for a row. checksum_interval: steps between comparisons of weights that should be equal on
+        all ranks; they are compared before each checkpoint, too. 0 = never.
         """
         config, run, say = self.config, self.run, self.say
-        self.model, self.save_run, self.evaluate = model, save, evaluate
+        self.model, self.save_run, self.also_log = model, save, also_log or dict
+        self.checksum_interval = checksum_interval
         stopping.count_start(config.out_dir, self.first_step, config.max_failures)
         self.stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, say)
         self.saver = checkpoint.Saver(
@@ -195,6 +203,8 @@ class Watch:
         in addition to what is measured here. A tensor is read only when a row is written, so that other steps need not
         wait for the GPU.
         """
+        if self.checksum_interval and step % self.checksum_interval == 0:
+            self.compare_weights(step, self.raw_model)
         self.end_step()
         due = self.due(step)
         self.must_stop = self.stop_request.agreed()  # any rank saw a signal or a file STOP by the step before
@@ -215,11 +225,20 @@ class Watch:
         row = {'loss': self.numbers.mean_loss()}
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
-        return row | self.meter.interval() | router_metrics(self.raw_model) | self.also_log()
+        return row | self.meter.interval() | expert_manual.router_metrics(self.raw_model) | self.also_log()
+
+    def compare_weights(self, step, model):
+        """Raise an error unless all ranks hold bit-equal weights. Failing memory or a failing GPU can show up here."""
+        health.refuse_different_weights(model.named_parameters(), step, self.saver.last_good)
+
+    def val_loss(self, step):
+        """{'val_loss': ...} of the weights as they are after `step` steps."""
+        beat = functools.partial(self.watchdog.at, 'evaluation', step)
+        return validation.val_loss(self.model, self.run, beat, self.part, self.losses)
 
     def evaluated(self, step):
-        """What evaluate() returns, with the best step and loss so far."""
-        row = self.evaluate()
+        """val_loss(), with the best step and loss so far."""
+        row = self.val_loss(step)
         return row | self.best.note(step, row['val_loss'])
 
     def scores(self, step):
@@ -239,6 +258,8 @@ class Watch:
         scaler: state_dict() of the loss scaler. more: what the script adds to state.json. more_tensors, optimizer_key:
         see checkpoint.Saver.save().
         """
+        if self.checksum_interval:
+            self.compare_weights(step, raw_model)
         state = {'tokens': step * self.run.tokens_per_step, 'scaler': scaler, 'numbers': self.numbers.state()}
         state |= {'identity': self.run.identity, 'config': vars(self.config), 'best': self.best.state(), **(more or {})}
         state |= {'base': self.run.base} if self.run.base else {}

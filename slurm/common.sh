@@ -140,7 +140,8 @@ run_name() {
             keys+=,$key
         fi
     done
-    [[ $SCRIPT == train_fsdp.py ]] || keys=,$(basename "$SCRIPT" .py)$keys
+    # A run of train_fsdp.py goes on under train_parallel.py.
+    [[ $SCRIPT == train_fsdp.py || $SCRIPT == train_parallel.py ]] || keys=,$(basename "$SCRIPT" .py)$keys
     name=${name:-run}${keys//[!A-Za-z0-9_.,=+-]/_}
     ((${#name} <= 120)) || fail 'so many keys make no name for the run: choose one with --out_dir'
     echo "$name"

@@ -52,14 +52,14 @@ COMMANDS = {  # name: (ranks, script, keys); a key that is given twice counts as
         [MANUAL, '--zero_stage=2', '--accumulate=unsharded', '--optimizer_dtype=int8', '--n_embd=80'],
     ),
     'manual hsdp, prefetch 2': (4, 'train_fsdp.py', [MANUAL, '--replicate_size=2', '--prefetch=2', '--n_layer=5']),
-    'context, ring': (4, 'train_fsdp.py', ['--context_parallel=4', *LLAMA]),
-    'context, gather, bf16': (4, 'train_fsdp.py', ['--context_parallel=2', '--context_impl=gather', MANUAL, BF16]),
-    'tensor, bf16': (2, 'train_fsdp.py', ['--tensor_parallel=2', BF16, *LLAMA, '--z_loss=1e-3']),
-    'tensor, manual': (4, 'train_fsdp.py', ['--tensor_parallel=2', MANUAL, *LLAMA, '--tie_embeddings']),
-    'experts divided': (2, 'train_fsdp.py', [*EXPERTS, '--expert_parallel=2']),
+    'context, ring': (4, 'train_parallel.py', ['--context_parallel=4', *LLAMA]),
+    'context, gather, bf16': (4, 'train_parallel.py', ['--context_parallel=2', '--context_impl=gather', MANUAL, BF16]),
+    'tensor, bf16': (2, 'train_parallel.py', ['--tensor_parallel=2', BF16, *LLAMA, '--z_loss=1e-3']),
+    'tensor, manual': (4, 'train_parallel.py', ['--tensor_parallel=2', MANUAL, *LLAMA, '--tie_embeddings']),
+    'experts divided': (2, 'train_parallel.py', [*EXPERTS, '--expert_parallel=2']),
     'experts divided, hsdp': (
         4,
-        'train_fsdp.py',
+        'train_parallel.py',
         [*EXPERTS, '--expert_parallel=2', '--replicate_size=2', MANUAL, BF16],
     ),
     'pipeline': (2, 'train_pipeline.py', ['--pipeline_chunks=2', *LLAMA, '--tie_embeddings', BF16]),
@@ -84,7 +84,6 @@ COMMANDS = {  # name: (ranks, script, keys); a key that is given twice counts as
 }
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', '--batch_size=1', '--global_batch_size=12']
 RUN += [f'--max_iters={STEPS}', '--warmup_iters=2', f'--checkpoint_interval={HALF}', '--eval_interval=2']
-PARALLEL = ('--context_parallel', '--tensor_parallel', '--expert_parallel')
 MEASURED = ('time/', 'tokens_per_sec', 'mfu', 'mem/', 'fsdp/', 'comm/', 'diloco/wait', 'diloco/transfer', 'diloco/comp')
 
 
@@ -102,11 +101,10 @@ def keys_of(name, material, out_dir, folder_of_model):
 
 def train(tree, name, material, out_dir):
     """Run a command of COMMANDS with the code in `tree`, as torchrun would. Returns None, or what went wrong."""
-    ranks, script, keys = COMMANDS[name]
-    if any(key.startswith(PARALLEL) for key in keys) and script == 'train_fsdp.py':
-        script = next(found for found in ('train_parallel.py', script) if (tree / found).exists())
+    ranks, script, _ = COMMANDS[name]
+    script = script if (tree / script).exists() else 'train_fsdp.py'  # once it had the keys of train_parallel.py, too
     arguments = keys_of(name, material, out_dir, material / 'model')
-    if 'fragment_mix = 0.0' in (tree / 'train_diloco.py').read_text() and 'overlap' in ''.join(keys):
+    if 'fragment_mix = 0.0' in (tree / 'train_diloco.py').read_text() and '--overlap_steps=1' in arguments:
         arguments.append('--fragment_mix=0.5')  # a key of earlier versions
     command = [sys.executable, tree / 'tests' / 'launch.py', ranks, script, *arguments]
     ended = subprocess.run([*map(str, command)], cwd=tree, env=environment(), capture_output=True, text=True)

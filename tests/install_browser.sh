@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Chromium for tests/comparison/test_report.py, from Debian's own packages.
+# Chromium for tests/comparison/test_page.py, from Debian's own packages.
 #
 #     bash tests/install_browser.sh      # as root; returns at once when it is there
 #

@@ -95,15 +95,13 @@ def sharded(model, implementation):
     """A model on meta, sharded over all ranks by the 'torch' or 'manual' implementation of FSDP; by no other name."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
+    import fsdp
     import fsdp_manual
 
     mesh = init_device_mesh('cpu', (dist.get_world_size(),))
     if implementation == 'manual':
         return fsdp_manual.shard(model, model.blocks, mesh)
     if implementation == 'torch':
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fsdp.by_torch(model, model.blocks, mesh)
     return model

@@ -34,7 +34,7 @@ STORM_RUN += ['--max_failures=0', '--timeout_s=60']
 STORM = {
     'DDP': ('train_ddp.py', []),
     'manual FSDP, async_checkpoint': ('train_fsdp.py', ['--fsdp_impl=manual', '--async_checkpoint']),
-    'expert_parallel': ('train_fsdp.py', ['--fsdp_impl=manual', *TINY_EXPERTS, '--expert_parallel=2']),
+    'expert_parallel': ('train_parallel.py', ['--fsdp_impl=manual', *TINY_EXPERTS, '--expert_parallel=2']),
 }
 MOMENTS = ('start', 'step', 'evaluation', 'save', 'rename', 'purge')
 VICTIMS = ('one rank', 'all ranks', 'torchrun')

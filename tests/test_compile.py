@@ -12,12 +12,12 @@ from pretrained import save_model
 from short import covering, slow_but
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import diloco
 import float8
+import fsdp
 import fsdp_manual
 import model as model_module
 import offload
@@ -53,12 +53,8 @@ def wrap(model, strategy):
     if strategy == 'ddp':
         return DistributedDataParallel(model)
     mesh = init_device_mesh('cpu', (dist.get_world_size() // 2, 2), mesh_dim_names=('replica', 'shard'))['shard']
-    if 'manual' in strategy:
-        return fsdp_manual.shard(model, model.blocks, mesh, torch.bfloat16)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    shard = fsdp_manual.shard if 'manual' in strategy else fsdp.by_torch
+    return shard(model, model.blocks, mesh, torch.bfloat16)
 
 
 def outer_step(theta, delta, momentum):

@@ -383,6 +383,22 @@ def test_a_key_of_another_train_script_is_refused_on_the_command_line_with_that_
     assert 'train_other.py has it' in error('--zero_stage=2')
 
 
+def test_a_key_that_has_moved_names_its_new_script(tmp_path):
+    """Also in a file, whose run would otherwise be another one. At its default it asks for nothing."""
+    for old, moved in keys.MOVED.items():
+        for key, new in moved.items():
+            assert key in read_knobs(REPO / new) and key not in read_knobs(REPO / old)
+    path = tmp_path / 'a.py'
+    path.write_text('tensor_parallel = 2\n')
+    says = 'tensor_parallel is a key of train_parallel.py: type that in place of train_fsdp.py, and the run goes on '
+    for argument, where in (('--tensor_parallel=2', ''), (str(path), f'{path}: ')):
+        said = run_script('train_fsdp.py', argument, check=False).stderr
+        assert said == f'error: {where}{says}from its checkpoint\n'
+    path.write_text('tensor_parallel = 1\n')
+    said = run_script('train_fsdp.py', str(path), '--batch_size=0', check=False).stderr
+    assert said.startswith('error: --batch_size expects ') and said.count('\n') == 1
+
+
 def test_a_stray_word_is_refused_with_what_was_meant(error):
     assert 'did you mean --batch_size=4 ?' in error('--batch_size', '4')
     assert 'did you mean --use_bias=False ?' in error('--use_bias', 'False')
@@ -467,8 +483,8 @@ READ = {
         'stop_before_end_s=9': ({'ends_at_s': 1e9}, {'ends_at_s': math.inf}),
         'eval_tasks_interval=9 eval_tasks_limit=9 eval_tasks_chat=True': ({'eval_tasks': ['a.jsonl']}, {}),
         'prefetch=0': ({'fsdp_impl': 'manual'}, {}),
-        'context_impl=gather': ({'context_parallel': 2}, {}),
     },
+    'train_parallel.py': {'context_impl=gather': ({'context_parallel': 2}, {})},
     DILOCO: {
         'error_feedback=True': ({'exchange_dtype': 'int8'}, {}),
     },

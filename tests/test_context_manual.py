@@ -31,14 +31,14 @@ from precision import TIMES, assert_as_close_to_float64, assert_same_run, in_flo
 from pretrained import POSITIONS, save_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import context_manual
+import fsdp
 import fsdp_manual
 import optim
 from huggingface import finetune
-from model import GPT, ModelConfig, layout_of_documents
+from model import GPT, ModelConfig, attention_of_documents
 from planning import traffic
 from runtime import meter
 
@@ -110,12 +110,8 @@ def make_model(case):
 def shard(model, case):
     """The model to call, sharded over all ranks."""
     dtype, mesh = getattr(torch, case['dtype']), init_device_mesh('cpu', (dist.get_world_size(),))
-    if case['fsdp'] == 'manual':
-        return fsdp_manual.shard(model, model.blocks, mesh, dtype)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    by = fsdp_manual.shard if case['fsdp'] == 'manual' else fsdp.by_torch
+    return by(model, model.blocks, mesh, dtype)
 
 
 def whole(tensor):
@@ -200,11 +196,11 @@ def exact(impl, packed, model):
     batch = [torch.arange(T).repeat(BATCH, 1)] * 2 + [torch.tensor(STARTS)] * packed
     mask = torch.ones(T, T).bool().tril()
     if packed:
-        mask = layout_of_documents(torch.tensor(STARTS), T, torch.float32, dropout=0.0, head_dim=8).mask
+        mask = attention_of_documents(torch.tensor(STARTS), T, torch.float32, dropout=0.0, head_dim=8).mask
     expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    mine, _, _, layout = context.part(batch)
+    mine, _, _, attention = context.part(batch)
     mine = mine[0]
-    out = layout.attend(*(tensor[:, :, mine] for tensor in (q, k, v)))
+    out = attention.attend(*(tensor[:, :, mine] for tensor in (q, k, v)))
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     of_ours, of_theirs = (
         torch.autograd.grad(result, (q, k, v), of_result)
@@ -226,8 +222,8 @@ def perturbed(impl):
     logits = []
     with torch.no_grad():
         for tokens in (x, changed):
-            mine, *_, layout = context.part((tokens, y, starts))
-            logits.append(model(mine, layout=layout))
+            mine, *_, attention = context.part((tokens, y, starts))
+            logits.append(model(mine, attention=attention))
     columns = context.part((torch.arange(T).repeat(BATCH, 1), y, starts))[0]  # (BATCH, T/N)
     inside = (columns >= 11) & (columns < 30) & (torch.arange(BATCH) == 3)[:, None]
     differs = (logits[0] != logits[1]).any(-1)
@@ -413,7 +409,7 @@ def test_the_script_logs_what_one_process_logs(data_dir, tmp_path):
     cases = {'stream': ['--fsdp_impl=manual'], 'packed': ['--windows=documents', '--context_impl=gather']}
     for nproc in (1, 2):
         runs = [
-            {'name': name, 'script': 'train_fsdp.py'}
+            {'name': name, 'script': 'train_parallel.py'}
             | {'arguments': [*run, *keys, f'--context_parallel={nproc}', f'--out_dir={tmp_path}/{name}{nproc}']}
             for name, keys in cases.items()
         ]
@@ -433,7 +429,7 @@ FAULTS = [*TINY_SYNTHETIC, '--arch=llama', '--context_parallel=2', '--global_bat
 
 def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     keys = [*FAULTS, '--max_iters=4', '--checkpoint_interval=1', '--keep_checkpoints=9', f'--out_dir={tmp_path}/run']
-    job = Job('train_fsdp.py', keys, 4, tmp_path / 'log', {'kind': 'nan', 'rank': 3, 'step': 3})
+    job = Job('train_parallel.py', keys, 4, tmp_path / 'log', {'kind': 'nan', 'rank': 3, 'step': 3})
     assert job.wait() == [0] * 4, job.text()
     assert re.search('WARNING: gradient .*ranks 0, 1, 2, 3 .*step 3: .*skipped', job.text())
     before, after, later = (tensors_of(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
@@ -446,19 +442,19 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
 def test_after_a_kill_and_a_signal_and_a_file_stop_the_same_command_goes_on(tmp_path):
     out_dir = tmp_path / 'run'
     keys = [*FAULTS, '--max_iters=100000', f'--out_dir={out_dir}']
-    job = Job('train_fsdp.py', keys, 4, tmp_path / 'log')
+    job = Job('train_parallel.py', keys, 4, tmp_path / 'log')
     job.wait_for(lambda: complete(out_dir))
     send(job.ranks()[2])
     codes = job.wait()
     assert codes[2] == -signal.SIGKILL and not {0, None} & set(codes), job.text()
     newest = complete(out_dir)[-1]
-    job = Job('train_fsdp.py', keys, 4, tmp_path / 'log')
+    job = Job('train_parallel.py', keys, 4, tmp_path / 'log')
     job.wait_for(lambda: last_step(out_dir) > newest + 2)
     send(job.ranks()[3], signal.SIGTERM)
     assert job.wait() == [143, 0, 0, 0], job.text()
     stopped = int((out_dir / 'PREEMPTED').read_text())
     assert f'at step {newest}\n' in job.text() and complete(out_dir)[-1] == stopped == last_step(out_dir)
-    job = Job('train_fsdp.py', [*keys, '--context_parallel=4'], 4, tmp_path / 'log')
+    job = Job('train_parallel.py', [*keys, '--context_parallel=4'], 4, tmp_path / 'log')
     job.wait_for(lambda: last_step(out_dir) > stopped)
     (out_dir / 'STOP').touch()
     assert job.wait() == [0] * 4, job.text()
@@ -470,7 +466,7 @@ def test_after_a_kill_and_a_signal_and_a_file_stop_the_same_command_goes_on(tmp_
 
 def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path):
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=synthetic', '--vocab_size=97', f'--out_dir={tmp_path}/out']
-    for line in refusals([['train_fsdp.py', *keys, '--context_parallel=2', '--block_size=30']] * 2):
+    for line in refusals([['train_parallel.py', *keys, '--context_parallel=2', '--block_size=30']] * 2):
         assert re.match('error: .*--block_size=28 or 32$', line)
     assert not (tmp_path / 'out').exists()
 
@@ -507,9 +503,9 @@ def test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_not
     context = context_manual.Context.__new__(context_manual.Context)
     context.ranks, context.impl, context.group = 2, 'ring', types.SimpleNamespace(group_name='of two')
     x = torch.zeros(2, 16, dtype=torch.int64, device='meta')
-    x, y, starts, layout = context.part((x, x, torch.tensor([[0, 5, 16], [0, 16, 16]])))
-    assert x.shape == y.shape == layout.positions.shape == (2, 8) and starts is None
-    assert layout.positions.is_meta and layout.documents.tolist() == [[0, 5, 16], [0, 16, 16]]
+    x, y, starts, attention = context.part((x, x, torch.tensor([[0, 5, 16], [0, 16, 16]])))
+    assert x.shape == y.shape == attention.positions.shape == (2, 8) and starts is None
+    assert attention.positions.is_meta and attention.documents.tolist() == [[0, 5, 16], [0, 16, 16]]
 
 
 @pytest.mark.parametrize('causal', [False, True])

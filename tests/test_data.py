@@ -28,7 +28,7 @@ from prepared import eval_batches, only
 import data
 from dataset import shards
 from dataset import windows as on_disk
-from dataset.shuffle import sample_windows
+from dataset.shuffle import permuted
 from runtime.begin import line_of_padding
 from text import tokenizer as tokenizers
 
@@ -561,29 +561,29 @@ def test_the_first_token_of_a_shard_is_named_with_that_shard(tmp_path):
 def test_every_epoch_reads_every_window_once(n_windows):
     for seed in (0, 1337, -1, 2**70):
         for epoch in (0, 1, 2, 10**9):
-            windows = sample_windows(epoch * n_windows + np.arange(n_windows), n_windows, seed)
+            windows = permuted(epoch * n_windows + np.arange(n_windows), n_windows, seed)
             assert np.array_equal(np.sort(windows), np.arange(n_windows)), (seed, epoch)
 
 
 def test_a_sample_does_not_depend_on_what_it_is_computed_with():
-    together = sample_windows(np.arange(3000), 1000, seed=1)
+    together = permuted(np.arange(3000), 1000, seed=1)
     assert together.shape == (3000,) and together.dtype == np.int64
-    alone = [sample_windows(np.array([index]), 1000, seed=1)[0] for index in range(0, 3000, 97)]
+    alone = [permuted(np.array([index]), 1000, seed=1)[0] for index in range(0, 3000, 97)]
     assert np.array_equal(together[::97], alone)
-    assert np.array_equal(sample_windows(np.arange(3000).reshape(3, -1), 1000, seed=1), together.reshape(3, -1))
+    assert np.array_equal(permuted(np.arange(3000).reshape(3, -1), 1000, seed=1), together.reshape(3, -1))
 
 
 def test_the_order_is_pinned():
     """Another order would replay data in every run that is resumed from an older checkpoint."""
-    assert sample_windows(np.arange(8), 1000, seed=1337).tolist() == [286, 119, 560, 140, 794, 40, 290, 790]
-    of_100b_tokens = sample_windows(10**12 + np.arange(4), 48_828_125, seed=0)
+    assert permuted(np.arange(8), 1000, seed=1337).tolist() == [286, 119, 560, 140, 794, 40, 290, 790]
+    of_100b_tokens = permuted(10**12 + np.arange(4), 48_828_125, seed=0)
     assert of_100b_tokens.tolist() == [37058496, 13533178, 16921285, 12920995]
 
 
 def test_epochs_and_seeds_are_shuffled_differently():
     orders = {}
     for seed, epoch in itertools.product(range(5), range(5)):
-        orders[seed, epoch] = sample_windows(epoch * 1000 + np.arange(1000), 1000, seed)
+        orders[seed, epoch] = permuted(epoch * 1000 + np.arange(1000), 1000, seed)
     for one, other in itertools.combinations(orders.values(), 2):
         # Two random permutations agree in 1 place on average; 8 or more have a probability of 1e-5 per pair.
         assert np.count_nonzero(one == other) < 8
@@ -592,7 +592,7 @@ def test_epochs_and_seeds_are_shuffled_differently():
 @pytest.mark.parametrize('n_windows', [3, 5, 20, 101])
 def test_every_window_comes_in_every_place_equally_often(n_windows):
     epochs = 2000
-    order = sample_windows(np.arange(epochs * n_windows).reshape(epochs, n_windows), n_windows, seed=5)
+    order = permuted(np.arange(epochs * n_windows).reshape(epochs, n_windows), n_windows, seed=5)
     counts = np.zeros((n_windows, n_windows))
     np.add.at(counts, (np.broadcast_to(np.arange(n_windows), order.shape), order), 1)
     expected = epochs / n_windows
@@ -604,7 +604,7 @@ def test_every_window_comes_in_every_place_equally_often(n_windows):
 def test_neighbours_in_the_order_are_no_neighbours_in_the_data():
     """Over 10 million windows there is no correlation, and steps have every size, as in a random permutation."""
     n_windows = 10**7
-    windows = sample_windows(np.arange(50_000), n_windows, seed=3).astype(float)
+    windows = permuted(np.arange(50_000), n_windows, seed=3).astype(float)
     assert abs(np.corrcoef(np.arange(50_000), windows)[0, 1]) < 0.02  # standard deviation 1 / sqrt(50,000) = 0.0045
     assert abs(np.corrcoef(windows[:-1], windows[1:])[0, 1]) < 0.02
     in_tenths = np.histogram(windows, bins=10, range=(0, n_windows))[0]
@@ -616,7 +616,7 @@ def test_neighbours_in_the_order_are_no_neighbours_in_the_data():
 def test_the_order_of_100_billion_tokens_takes_no_memory():
     n_windows = 10**11 // 2048  # a permutation of them would take 390 MB
     tracemalloc.start()
-    windows = sample_windows(10**12 + np.arange(512), n_windows, seed=1)
+    windows = permuted(10**12 + np.arange(512), n_windows, seed=1)
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
     assert len(set(windows.tolist())) == 512 and windows.min() >= 0 and windows.max() < n_windows
@@ -675,7 +675,7 @@ def test_a_batch_is_int64_contiguous_and_its_targets_are_one_token_later(tmp_pat
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
     iterator = data.batches(only(dataset), 7, 0, 4, 4, 0, 1, 'cpu')
     kept = [next(iterator) for _ in range(20)]  # a batch stays what it was while later ones are made
-    windows = sample_windows(np.arange(80), 35, 7).reshape(20, 4)
+    windows = permuted(np.arange(80), 35, 7).reshape(20, 4)
     for (x, y), rows in zip(kept, windows, strict=True):
         assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (4, 32)
         assert x.is_contiguous() and y.is_contiguous()
@@ -1055,7 +1055,7 @@ def test_the_thread_ends_when_the_iterator_is_closed_dropped_or_exhausted():
 def test_an_error_in_the_thread_is_raised_where_its_batch_was_due(tmp_path):
     folder = tmp_path / 'set'
     tokens = make_dataset(folder, with_meta=False)['train']
-    windows = sample_windows(np.arange(35), 35, 7)
+    windows = permuted(np.arange(35), 35, 7)
     tokens[windows[9] * 32 + 1] = VOCAB_SIZE  # sample 9: the third batch of four
     shards.write_shard(folder / 'train_000000.bin', tokens[:700], np.uint16)
     shards.write_shard(folder / 'train_000001.bin', tokens[700:], np.uint16)

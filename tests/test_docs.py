@@ -294,11 +294,11 @@ def test_every_picture_is_shown():
 # --- metrics.md -------------------------------------------------------------------------------------------------------
 
 RUNS = {  # together they write all metrics that ranks on CPUs can write
-    'train_fsdp.py': ['--fsdp_impl=manual', '--expert_parallel=2', '--dataset=a:0.5,b:0.5', '--keep_best=True'],
+    'train_parallel.py': ['--fsdp_impl=manual', '--expert_parallel=2', '--dataset=a:0.5,b:0.5', '--keep_best=True'],
     'train_diloco.py': ['--num_replicas=2', '--inner_steps=2', '--eval_interval=1', '--dataset=a'],
     'train_pool.py': ['--num_replicas=1', '--inner_steps=2', '--dataset=a'],
 }
-RUNS['train_fsdp.py'] += TINY_EXPERTS
+RUNS['train_parallel.py'] += TINY_EXPERTS
 
 
 def metrics_of_the_page():
@@ -315,7 +315,7 @@ def assert_named(keys):
     assert not unnamed, f'docs/reference/metrics.md does not name {unnamed}'
 
 
-@pytest.mark.parametrize('script', slow_but(['train_fsdp.py'], RUNS))
+@pytest.mark.parametrize('script', slow_but(['train_parallel.py'], RUNS))
 def test_the_page_of_metrics_names_what_a_run_writes(script, data_dir, tmp_path):
     for name in 'ab':
         shutil.copytree(data_dir / 'tiny', tmp_path / 'data' / name)

@@ -17,7 +17,7 @@ from precision import MARGIN, gap_of_choice, likeliest
 from pretrained import POSITIONS, save_model
 from short import slow_but
 
-from evaluation import rules, scoring, tasks
+from evaluation import grading, scoring, tasks
 
 EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
 WORDS = 'the cat sat on a mat, and ran to see that Größe of it was 17 -- or so'.split()
@@ -199,8 +199,8 @@ def test_choices_share_their_context_and_rows_are_no_longer_than_the_window():
     (row,) = scoring.rows_of(requests, 10, 64, shares=True)
     assert row.tokens == [7, 8, 9, 1, 1, 3] and row.positions == [0, 1, 2, 3, 3, 4]
     assert row.wanted == [(2, 1, 10), (3, 2, 10), (2, 1, 11), (4, 3, 11), (5, 4, 11), (2, 5, 12)]
-    _, layout, *_ = scoring.tensors_of([row], 'cpu')
-    sees = layout.mask[0, 0]
+    _, attention, *_ = scoring.tensors_of([row], 'cpu')
+    sees = attention.mask[0, 0]
     assert sees[5].tolist() == [True, True, True, False, True, True] and sees[3].tolist()[:4] == [True] * 4
     rows = scoring.rows_of(requests, 10, 5, shares=True)
     assert [len(row.tokens) for row in rows] == [4, 5] and sum(len(row.wanted) for row in rows) == 6
@@ -320,7 +320,7 @@ def test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding(m
 )
 def test_a_rule_says_what_is_right(row, text, expected):
     rule = {'rule': 'gsm8k'} if 'strict_match' in expected else {}
-    assert rules.Rule.of({'prompt': '?', **row, **rule}, 'file, row 1').judge(text) == expected
+    assert grading.Rule.of({'prompt': '?', **row, **rule}, 'file, row 1').judge(text) == expected
 
 
 def test_examples_and_descriptions_become_messages_where_a_chat_template_is_applied(models, tmp_path):

@@ -1,8 +1,8 @@
 """expert_manual.py against one process: equal losses, gradients and checkpoints, and the bytes that its text promises.
 
-The layouts are run by train_fsdp.py and train_diloco.py as they are, all from the same weights. Their logged numbers
-and the whole gradients of each step are compared with those of train_ddp.py in one process: both are measured by how
-far they are from a run in float64.
+The layouts are run by train_parallel.py and train_diloco.py as they are, all from the same weights. Their logged
+numbers and the whole gradients of each step are compared with those of train_ddp.py in one process: both are measured
+by how far they are from a run in float64.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from short import slow_but
 import expert_manual
 import offload
 from dataset import shards
-from dataset.shuffle import sample_windows
+from dataset.shuffle import permuted
 from keys import Keys
 from layout import Ranks, Share
 from model import Experts
@@ -82,7 +82,7 @@ def make_dataset(data_dir, name, kind_of):
     n, random = (len(shards.read_shard(shard)) - 1) // T, np.random.default_rng(1)
     below = {'low': (0, 128), 'high': (128, VOCABULARY), 'both': (0, VOCABULARY)}
     tokens = np.zeros(n * T + 1, dtype=np.int64)
-    for sample, window in enumerate(sample_windows(np.arange(STEPS * BATCH), n, Keys.seed)):
+    for sample, window in enumerate(permuted(np.arange(STEPS * BATCH), n, Keys.seed)):
         tokens[window * T : (window + 1) * T] = random.integers(*below[kind_of(sample % BATCH)], T)
     shards.write_shard(shard, tokens, np.uint16)
     meta = json.loads((data_dir / name / 'meta.json').read_text())
@@ -121,7 +121,7 @@ def runs(data, tmp_path_factory, has_slow_tests):
     for layout, way, dataset in cases:
         (ranks, batches, of_layout), (micro_steps, of_way) = LAYOUTS[layout], WAYS[way]
         keys = [*of_layout, *of_way, f'--batch_size={BATCH // batches // micro_steps}']
-        add(ranks, f'{layout}, {way}, {dataset}', 'train_fsdp.py', dataset, *keys)
+        add(ranks, f'{layout}, {way}, {dataset}', 'train_parallel.py', dataset, *keys)
     for ranks, of_ranks in by_ranks.items():
         held |= run_many(of_ranks, ranks, folder)
     return folder, held
@@ -519,7 +519,7 @@ def test_fully_shard_gathers_experts_twice_also_where_forward_is_computed_again(
     def case(mode, steps):
         keys = [*RUN, f'--activation_checkpointing={mode}', '--expert_parallel=2', '--batch_size=4', '--dataset=tiny']
         keys += [f'--data_dir={data}', f'--out_dir={tmp_path}/{mode}{steps}', f'--max_iters={steps}']
-        return {'name': f'{mode} {steps}', 'script': 'train_fsdp.py', 'arguments': keys, 'watch': True}
+        return {'name': f'{mode} {steps}', 'script': 'train_parallel.py', 'arguments': keys, 'watch': True}
 
     held = run_many([case(mode, steps) for mode in ('none', 'full') for steps in (1, 3)], 4, tmp_path)
     gathers = {name: found['collectives']['_allgather_base_'] for name, found in held.items()}
@@ -531,22 +531,32 @@ def test_fully_shard_gathers_experts_twice_also_where_forward_is_computed_again(
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ('train_fsdp.py', 2, ['--n_experts=0'], 'expert_parallel=2 with n_experts=0: .* leave it at 1, or set n_experts$'),
-    ('train_fsdp.py', 2, ['--expert_parallel=4'], 'expert_parallel=4 .* n_experts=8 and the 2 ranks .* one of 1, 2,'),
-    ('train_fsdp.py', 2, ['--n_experts=9'], 'expert_parallel=2 .* n_experts=9 .* use one of 1,'),
     (
-        'train_fsdp.py',
+        'train_parallel.py',
+        2,
+        ['--n_experts=0'],
+        'expert_parallel=2 with n_experts=0: .* leave it at 1, or set n_experts$',
+    ),
+    (
+        'train_parallel.py',
+        2,
+        ['--expert_parallel=4'],
+        'expert_parallel=4 .* n_experts=8 and the 2 ranks .* one of 1, 2,',
+    ),
+    ('train_parallel.py', 2, ['--n_experts=9'], 'expert_parallel=2 .* n_experts=9 .* use one of 1,'),
+    (
+        'train_parallel.py',
         4,
         ['--expert_parallel=4', '--replicate_size=2'],
         r'the 2 ranks .*\(replicate_size=2\): .* 1, 2,',
     ),
     ('train_diloco.py', 4, ['--expert_parallel=4', '--num_replicas=2'], r'the 2 ranks of a replica .*=2\): .* 1, 2,'),
-    ('train_fsdp.py', 2, ['--optimizer=muon'], 'expert_parallel=2 with optimizer=muon.* use adamw'),
+    ('train_parallel.py', 2, ['--optimizer=muon'], 'expert_parallel=2 with optimizer=muon.* use adamw'),
     ('train_diloco.py', 2, ['--num_replicas=1', '--optimizer=muon'], 'optimizer=muon.* use adamw'),
-    ('train_fsdp.py', 2, [SELECTIVE], 'expert_parallel=2 with .*selective: .*--fsdp_impl=manual, or .*=full$'),
+    ('train_parallel.py', 2, [SELECTIVE], 'expert_parallel=2 with .*selective: .*--fsdp_impl=manual, or .*=full$'),
     ('train_diloco.py', 2, ['--num_replicas=1', SELECTIVE], 'selective: .*--fsdp_impl=manual, or .*=full$'),
-    ('train_fsdp.py', 4, ['--tensor_parallel=2'], 'tensor_parallel=2: experts are not cut'),
-    ('train_fsdp.py', 2, ['--dtype=float16'], 'dtype=float16: use --dtype=bfloat16, or float32'),
+    ('train_parallel.py', 4, ['--tensor_parallel=2'], 'tensor_parallel=2: experts are not cut'),
+    ('train_parallel.py', 2, ['--dtype=float16'], 'dtype=float16: use --dtype=bfloat16, or float32'),
     ('train_diloco.py', 2, ['--num_replicas=1', '--router_bias=0.1'], '--router_bias=0$'),
     ('train_ddp.py', 2, [], 'expert_parallel'),
     ('train_pipeline.py', 2, [], 'expert_parallel'),
@@ -557,7 +567,7 @@ def name_of_refusal(script, ranks, keys, says):
     return ' '.join([script, str(ranks), *keys])
 
 
-SHORT_REFUSALS = {'train_fsdp.py 2 --expert_parallel=4', 'train_diloco.py 2 --num_replicas=1 ' + SELECTIVE}
+SHORT_REFUSALS = {'train_parallel.py 2 --expert_parallel=4', 'train_diloco.py 2 --num_replicas=1 ' + SELECTIVE}
 
 
 @pytest.mark.parametrize(

@@ -301,9 +301,9 @@ LAYOUTS = {  # name: (ranks, script, keys); micro-batches are the same 2 sequenc
 }
 # Layouts with other scales, since these are taken of the tokens, or of the part of a matrix, that a rank has.
 OTHER_SCALES = {
-    'tensor2': (2, 'train_fsdp.py', '--tensor_parallel=2'),
-    'tensor_manual2': (2, 'train_fsdp.py', MANUAL, '--tensor_parallel=2'),
-    'context2': (2, 'train_fsdp.py', '--context_parallel=2'),
+    'tensor2': (2, 'train_parallel.py', '--tensor_parallel=2'),
+    'tensor_manual2': (2, 'train_parallel.py', MANUAL, '--tensor_parallel=2'),
+    'context2': (2, 'train_parallel.py', '--context_parallel=2'),
     'batch6': (1, 'train_ddp.py', '--batch_size=6'),
 }
 SHORT = {'fsdp2', 'manual2'}

@@ -20,11 +20,11 @@ from outputs import last_step
 from precision import TIMES, apart, assert_as_close_to_float64, assert_same_run, in_float64, times_further
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp
 import fsdp_manual
 import optim
 from model import GPT, ModelConfig
@@ -122,15 +122,14 @@ def build(implementation, case, mesh, weights=None):
     if weights:
         model.load_state_dict(weights)
     model.checkpoint_activations(case['checkpointing'])
-    units = [model.blocks[i : i + case['blocks_per_unit']] for i in range(0, config.n_layer, case['blocks_per_unit'])]
+    units = [
+        [*model.blocks[i : i + case['blocks_per_unit']]] for i in range(0, config.n_layer, case['blocks_per_unit'])
+    ]
     if implementation == 'manual':
         options = (dtype, case['zero_stage'], case['prefetch'], case['offload'])
         model = fsdp_manual.shard(raw, units, mesh, *options)
     elif implementation == 'torch':
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for unit in units:
-            fully_shard(list(unit), mesh=mesh, mp_policy=policy, reshard_after_forward=case['zero_stage'] == 3)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fsdp.by_torch(raw, units, mesh, dtype, case['zero_stage'])
     parameters = [parameter for parameter in raw.parameters() if parameter.requires_grad]
     if case['optimizer'] == 'sgd':
         return raw, model, torch.optim.SGD(parameters, lr=0.05, momentum=0.9)

@@ -15,18 +15,20 @@ TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 SCRIPTS |= {'evaluate.py', 'report.py'}
 LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.py', 'deepspeed_engine.py'}
+FSDP = {'fsdp.py'}  # it chooses between torch's and fsdp_manual.py
 # These are lessons, too, but on a lower floor, since planning/ cuts models with them to see what a rank holds.
 TENSOR = {'tensor_manual.py', 'float8.py'}
 EXPERTS = {'expert_manual.py'}  # it imports ranks and slices from tensor_manual.py
-SHARED = {'data.py', 'optim.py'}
+SHARED = {'data.py'}
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
-# Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, and what
-# scores a run tokenizes tasks.
+# Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, what scores a
+# run tokenizes tasks, and prepare_data.py shows what a run would read.
 FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
     {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
-    {'planning', 'evaluation/in_run.py'},
+    {'planning', 'evaluation/in_run.py', 'evaluation/validation.py', 'text/peek.py'},
+    FSDP,
     LESSONS,
     EXPERTS,
     TENSOR,
@@ -36,7 +38,7 @@ FLOORS = [
     {'dataset', 'exchange'},
     {'runtime'},
     {'system'},
-    {'configurator.py', 'offload.py'},
+    {'configurator.py', 'offload.py', 'optim.py'},
     {'model.py', 'layout.py', 'moments.py'},
     {'keys.py'},
 ]
@@ -69,13 +71,14 @@ def floor_of(name):
 
 def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
     at_the_top = {path.name for path in REPO.glob('*.py')}
-    assert at_the_top == SCRIPTS | LESSONS | EXPERTS | TENSOR | SHARED | {
+    assert at_the_top == SCRIPTS | FSDP | LESSONS | EXPERTS | TENSOR | SHARED | {
         'configurator.py',
         'keys.py',
         'layout.py',
         'model.py',
         'moments.py',
         'offload.py',
+        'optim.py',
     }
 
 

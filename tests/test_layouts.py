@@ -28,14 +28,14 @@ LAYOUTS = {  # name: (ranks, script, keys), by ranks; a step is 8 sequences
     'fsdp': (2, 'train_fsdp.py', []),
     'fsdp by hand': (2, 'train_fsdp.py', ['--fsdp_impl=manual']),
     'zero 1': (2, 'train_fsdp.py', ['--fsdp_impl=manual', '--zero_stage=1']),
-    'cp 2': (2, 'train_fsdp.py', ['--context_parallel=2']),
-    'tp 2': (2, 'train_fsdp.py', ['--tensor_parallel=2']),
+    'cp 2': (2, 'train_parallel.py', ['--context_parallel=2']),
+    'tp 2': (2, 'train_parallel.py', ['--tensor_parallel=2']),
     'pp 2': (2, 'train_pipeline.py', []),
     'pp 2, 2 chunks': (2, 'train_pipeline.py', ['--pipeline_chunks=2']),
     'hsdp': (4, 'train_fsdp.py', ['--replicate_size=2']),
-    'cp 4': (4, 'train_fsdp.py', ['--context_parallel=4', '--context_impl=gather', '--fsdp_impl=manual']),
-    'dp 2 x cp 2': (4, 'train_fsdp.py', ['--context_parallel=2', '--replicate_size=2']),
-    'dp 2 x tp 2': (4, 'train_fsdp.py', ['--tensor_parallel=2', '--fsdp_impl=manual']),
+    'cp 4': (4, 'train_parallel.py', ['--context_parallel=4', '--context_impl=gather', '--fsdp_impl=manual']),
+    'dp 2 x cp 2': (4, 'train_parallel.py', ['--context_parallel=2', '--replicate_size=2']),
+    'dp 2 x tp 2': (4, 'train_parallel.py', ['--tensor_parallel=2', '--fsdp_impl=manual']),
     'pp 4': (4, 'train_pipeline.py', []),
     'dp 2 x pp 2': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
     'tp 2 x pp 2': (4, 'train_pipeline.py', ['--tensor_parallel=2', '--pipeline_chunks=2']),
@@ -48,8 +48,8 @@ ALL = dict(sorted({**LAYOUTS, **REPLICAS}.items(), key=lambda item: item[1][0]))
 SHORT = ['one process', 'fsdp by hand', 'pp 2, 2 chunks', 'dp 2 x cp 2', 'dp 2 x tp 2', 'diloco 2 x 2']
 MIXTURES = {
     'one process': (1, 'train_ddp.py', []),
-    'ep 2': (2, 'train_fsdp.py', ['--expert_parallel=2']),
-    'hsdp x ep 2': (4, 'train_fsdp.py', ['--expert_parallel=2', '--replicate_size=2', '--fsdp_impl=manual']),
+    'ep 2': (2, 'train_parallel.py', ['--expert_parallel=2']),
+    'hsdp x ep 2': (4, 'train_parallel.py', ['--expert_parallel=2', '--replicate_size=2', '--fsdp_impl=manual']),
     'diloco 2 x ep 2': (4, 'train_diloco.py', ['--num_replicas=2', '--inner_steps=1', '--expert_parallel=2']),
 }
 STEPS = 2 * len(LAYOUTS)

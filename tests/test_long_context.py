@@ -135,7 +135,7 @@ def test_its_config_extends_a_run_on_two_ranks_that_share_each_sequence(runs, da
     losses = []
     for ranks in (1, 2):
         out, shared = runs / f'long_{ranks}', f'--context_parallel={ranks}'
-        script = 'train_fsdp.py', 'config/long_context.py', shared, f'--out_dir={out}'
+        script = 'train_parallel.py', 'config/long_context.py', shared, f'--out_dir={out}'
         run_forked(*script, *keys, nproc=ranks, log=runs / f'long_{ranks}.log')
         assert shape_of(out)['yarn'] == [4, SHORT]
         losses.append(column(out, 'loss'))

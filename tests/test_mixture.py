@@ -19,7 +19,7 @@ import data
 import optim
 from dataset import shards
 from dataset.mixture import SourceOrder, parse_shares
-from dataset.shuffle import sample_windows
+from dataset.shuffle import permuted
 from model import GPT, ModelConfig
 from runtime import checkpoint
 
@@ -168,7 +168,7 @@ def test_each_source_goes_through_shuffled_epochs_of_its_own_across_stages(sourc
     assert {name: len(windows) for name, windows in read.items()} == counts
     assert counts == {'web': 336 + 120, 'code': 144 + 120, 'books': 480}  # 480 + 600 + 120 samples
     for name, source in zip(mixture.names, mixture.sources, strict=True):
-        expected = sample_windows(np.arange(counts[name]), source.n_windows, 7)
+        expected = permuted(np.arange(counts[name]), source.n_windows, 7)
         assert sorted(read[name].tolist()) == sorted(expected.tolist())
         moved = np.abs(np.argsort(read[name], kind='stable') - np.argsort(expected, kind='stable'))
         assert moved.max() < BATCH  # only shuffled within a step
@@ -191,7 +191,7 @@ def test_one_source_is_read_as_without_a_mixture_and_goes_on_with_others(sources
     """So a run that has begun with one dataset may get stages later."""
     slots = np.arange(40 * BATCH)
     alone = open_planned(sources, 'web')
-    assert np.array_equal(alone.locate(slots, 7)[1], sample_windows(slots, alone.n_windows, 7))
+    assert np.array_equal(alone.locate(slots, 7)[1], permuted(slots, alone.n_windows, 7))
     staged = open_planned(sources, 'web', ((40, 'web:0.2,books:0.8'),))
     assert np.array_equal(staged.locate(slots, 7)[1], alone.locate(slots, 7)[1])
     assert open_planned(sources, 'ignored', ((0, 'web'),)).names == ['web']

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import expert_manual
 import model as model_module
 import optim
+from expert_manual import balance_experts, router_metrics
 from huggingface import convert
-from model import GPT, Experts, ModelConfig, balance_experts, router_metrics
+from model import GPT, Experts, ModelConfig
 
 VOCAB_SIZE = 67  # padded to 128
 SMALL = {'arch': 'qwen3', 'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'vocab_size': VOCAB_SIZE, 'block_size': 24}
@@ -367,7 +368,7 @@ LAYOUTS = {  # name: (ranks, script, keys)
     'fsdp by hand': (2, 'train_fsdp.py', ['--fsdp_impl=manual', '--activation_checkpointing=full']),
     'fsdp, offload': (2, 'train_fsdp.py', ['--cpu_offload=params']),
     'zero 1': (2, 'train_fsdp.py', ['--fsdp_impl=manual', '--zero_stage=1']),
-    'cp 2': (2, 'train_fsdp.py', ['--context_parallel=2', '--batch_size=4']),
+    'cp 2': (2, 'train_parallel.py', ['--context_parallel=2', '--batch_size=4']),
     'diloco': (2, 'train_diloco.py', ['--num_replicas=1', '--inner_steps=4', '--outer_lr=1', '--outer_momentum=0']),
     'ddp 3': (3, 'train_ddp.py', []),
     'fsdp 3': (3, 'train_fsdp.py', ['--batch_size=1']),
@@ -513,7 +514,7 @@ def name_of(script, keys, says):
 
 
 REFUSED = [
-    ('train_fsdp.py', ['--tensor_parallel=2'], 'tensor_parallel=2: experts are not cut'),
+    ('train_parallel.py', ['--tensor_parallel=2'], 'tensor_parallel=2: experts are not cut'),
     ('train_pipeline.py', [], 'use train_fsdp.py'),
     ('train_deepspeed.py', [], 'use train_fsdp.py'),
     ('train_ddp.py', ['--dtype=float16'], '--dtype=bfloat16'),
@@ -525,7 +526,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ('script', 'keys', 'says'), slow_but({'train_fsdp.py --tensor_parallel=2', 'train_pipeline.py'}, REFUSED, name_of)
+    ('script', 'keys', 'says'),
+    slow_but({'train_parallel.py --tensor_parallel=2', 'train_pipeline.py'}, REFUSED, name_of),
 )
 def test_what_has_no_experts_says_what_to_use_instead(data_dir, tmp_path, script, keys, says):
     command = [script, *RUN, f'--data_dir={data_dir}', f'--out_dir={tmp_path / "out"}', *keys]

@@ -541,7 +541,7 @@ WAYS = {
     'offload': ('train_fsdp.py', '--cpu_offload=optimizer'),
     'diloco': ('train_diloco.py', '--num_replicas=2', '--inner_steps=2'),
     'pipeline': ('train_pipeline.py',),
-    'tensor': ('train_fsdp.py', '--tensor_parallel=2'),
+    'tensor': ('train_parallel.py', '--tensor_parallel=2'),
     'deepspeed': ('train_deepspeed.py', '--zero_stage=2'),
 }
 HALF, WHOLE = 6, 12
@@ -701,7 +701,7 @@ def test_deepspeed_goes_on_from_int8_as_fsdp_in_float32(runs):
     [
         ('train_ddp.py', ['--optimizer=muon', '--optimizer_dtype=int8'], 'optimizer_dtype=int8 .*--optimizer=adamw'),
         ('train_ddp.py', ['--optimizer=sgd', '--optimizer_dtype=bfloat16'], 'no moments: use --optimizer=adamw'),
-        ('train_fsdp.py', ['--tensor_parallel=2', '--optimizer_dtype=int8'], '--optimizer_dtype=bfloat16'),
+        ('train_parallel.py', ['--tensor_parallel=2', '--optimizer_dtype=int8'], '--optimizer_dtype=bfloat16'),
         ('train_pipeline.py', ['--tensor_parallel=2', '--optimizer_dtype=int8'], '--optimizer_dtype=bfloat16'),
         ('train_deepspeed.py', ['--optimizer_dtype=int8'], 'DeepSpeed cannot .* leave it out, or .*train_fsdp.py'),
         (

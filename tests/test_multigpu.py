@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from launch import run_function
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
+import fsdp
 import fsdp_manual
 from model import GPT, ModelConfig
 
@@ -25,13 +25,8 @@ def train(implementation, dtype, steps=10, trace=None):
         for name, parameter in model.named_parameters():
             parameter.copy_(model.initial_value(name, parameter, 7, device))
     mesh = init_device_mesh('cuda', (dist.get_world_size(),))
-    if implementation == 'manual':
-        fsdp_manual.shard(model, model.blocks, mesh, dtype)
-    else:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    shard = fsdp_manual.shard if implementation == 'manual' else fsdp.by_torch
+    shard(model, model.blocks, mesh, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     losses = []
     for step in range(steps):

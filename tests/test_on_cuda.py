@@ -50,10 +50,10 @@ EXPERTS = ['--arch=qwen3', '--n_experts=4', '--experts_per_token=2', '--expert_h
 ODD_HEADS = ['--n_head=3', '--n_kv_head=1', '--head_dim=10', '--global_batch_size=6']
 RING, MANUAL, PACKED = '--context_parallel=2', '--fsdp_impl=manual', '--windows=documents'
 LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of the layout)
-    'ring': (['gpt'], 2, ['train_fsdp.py', RING]),
-    'ring, packed': (['llama_64', PACKED], 2, ['train_fsdp.py', RING, MANUAL]),
-    'ring, full': (['llama_64'], 2, ['train_fsdp.py', RING, '--activation_checkpointing=full']),
-    'gather, packed': (['gpt', PACKED], 2, ['train_fsdp.py', RING, '--context_impl=gather']),
+    'ring': (['gpt'], 2, ['train_parallel.py', RING]),
+    'ring, packed': (['llama_64', PACKED], 2, ['train_parallel.py', RING, MANUAL]),
+    'ring, full': (['llama_64'], 2, ['train_parallel.py', RING, '--activation_checkpointing=full']),
+    'gather, packed': (['gpt', PACKED], 2, ['train_parallel.py', RING, '--context_impl=gather']),
     'ddp on 2': (['llama_64', PACKED], 2, ['train_ddp.py']),
     'pipeline': (['gpt', PACKED], 2, ['train_pipeline.py', '--pipeline_stages=2', '--batch_size=1']),
     'experts': (['gpt', *EXPERTS], 1, ['train_ddp.py']),
@@ -62,7 +62,7 @@ LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of th
         2,
         ['train_fsdp.py', MANUAL, '--activation_checkpointing=selective'],
     ),
-    'experts, parallel': (['gpt', *EXPERTS], 2, ['train_fsdp.py', '--expert_parallel=2']),
+    'experts, parallel': (['gpt', *EXPERTS], 2, ['train_parallel.py', '--expert_parallel=2']),
     # slices of 3 ranks that end at no multiple of 16 bytes
     'experts, odd heads': (['gpt', *EXPERTS, *ODD_HEADS], 3, ['train_fsdp.py', MANUAL]),
     'mixtral': (['mixtral_64', PACKED], 1, ['train_ddp.py']),

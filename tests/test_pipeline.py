@@ -201,7 +201,7 @@ def one_step(stage, pipeline, timetable, batches, loss_factor):
             elif action:
                 pipeline.backward(action, loss_factor)
             kept = max(kept, len(pipeline.kept))
-            pipeline.exchange(actions)
+            pipeline.send_and_receive(actions)
     pipeline.sum_gradients()
     return loss, kept
 
@@ -578,7 +578,7 @@ def sleep_in_the_middle(out_dir):
                 pipeline.forward(action, *batches[action.micro_step])
             elif action:
                 pipeline.backward(action, torch.tensor(1.0))
-            pipeline.exchange(actions)
+            pipeline.send_and_receive(actions)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_nor_does_it_in_a_pipeline(tmp_path):
 def test_nor_where_ranks_share_sequences_of_several_documents(data_dir, tmp_path):
     """The host knows where documents begin, so it need not ask the device for what it has sent there."""
     keys = ['--dataset=tiny', f'--data_dir={data_dir}', '--windows=documents', '--context_parallel=2', '--arch=llama']
-    for places in reads_of(tmp_path, 'train_fsdp.py', *keys, '--vocab_size=257'):
+    for places in reads_of(tmp_path, 'train_parallel.py', *keys, '--vocab_size=257'):
         in_each_step = {place: times for place, times in places.items() if times >= STEPS}
         assert {*in_each_step} <= {*ON_THE_HOST, *COUNTS} and SUMS in places, places
 

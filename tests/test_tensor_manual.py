@@ -14,11 +14,11 @@ from launch import TINY_MODEL, TINY_RUN, TINY_SYNTHETIC, Job, refusals, run_func
 from layouts import layout_of
 from outputs import column
 from precision import TIMES, apart, assert_same_run, error, in_float64, times_further
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import context_manual
+import fsdp
 import fsdp_manual
 import optim
 import tensor_manual
@@ -116,10 +116,7 @@ class Layout:
         elif self.case['fsdp'] == 'ddp':
             self.model = DistributedDataParallel(self.raw)
         elif self.case['fsdp'] == 'torch':
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            for block in self.raw.blocks:
-                fully_shard(block, mesh=self.mesh, mp_policy=policy)
-            fully_shard(self.raw, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
+            fsdp.by_torch(self.raw, self.raw.blocks, self.mesh, dtype)
 
     def train(self, steps, gradients=None):
         """[(loss, gradient norm) of each step], as in train_fsdp.py. `gradients` gets those of the first step."""
@@ -446,15 +443,15 @@ def test_with_dropout_what_all_ranks_hold_stays_the_same(seen, world_size):
         assert losses[-1] < losses[0]
 
 
-def test_the_script_logs_what_one_process_logs_and_other_layouts_go_on(data_dir, tmp_path):
-    """Losses, norms, tokens and evaluations, of a run that goes on under train_ddp.py and then again as it began."""
+def test_the_script_logs_what_one_process_logs_and_a_checkpoint_changes_script_and_back(data_dir, tmp_path):
+    """Losses, norms, tokens and evaluations, of a run that goes on under train_fsdp.py and then again as it began."""
     run = [*TINY_MODEL, *TINY_RUN, '--arch=qwen3', '--n_kv_head=2', '--global_batch_size=4', '--dtype=float32']
     run += ['--dataset=tiny', f'--data_dir={data_dir}', '--eval_interval=3', '--windows=documents']
     cut = ['--tensor_parallel=2', '--fsdp_impl=manual', '--activation_checkpointing=selective']
-    layouts = {1: [('train_fsdp.py', 9, [])], 2: [('train_fsdp.py', 3, cut), ('train_ddp.py', 6, [])]}
+    layouts = {1: [('train_fsdp.py', 9, [])], 2: [('train_parallel.py', 3, cut), ('train_fsdp.py', 6, [])]}
     for nproc, parts in layouts.items():
         if nproc == 2:
-            parts = [*parts, ('train_fsdp.py', 9, [*cut, '--async_checkpoint=True'])]
+            parts = [*parts, ('train_parallel.py', 9, [*cut, '--async_checkpoint=True'])]
         runs = [
             {'name': f'{nproc}_{steps}', 'script': script}
             | {
@@ -485,7 +482,7 @@ def test_the_script_logs_what_one_process_logs_and_other_layouts_go_on(data_dir,
 def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     keys = [*TINY_SYNTHETIC, '--eval_iters=0', '--tensor_parallel=2', '--max_iters=4', '--checkpoint_interval=1']
     keys += ['--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
-    job = Job('train_fsdp.py', keys, 2, tmp_path / 'log', {'kind': 'nan', 'rank': 1, 'step': 3})
+    job = Job('train_parallel.py', keys, 2, tmp_path / 'log', {'kind': 'nan', 'rank': 1, 'step': 3})
     assert job.wait() == [0, 0], job.text()
     assert re.search('WARNING: gradient .*ranks 0, 1 .*step 3: .*skipped', job.text())  # the norm is that of all ranks
     before, after, later = (
@@ -499,7 +496,7 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
 def test_an_overflow_in_fp16_on_one_rank_costs_one_step_on_all(tmp_path):
     keys = [*TINY_SYNTHETIC, '--eval_iters=0', '--tensor_parallel=2', '--max_iters=5', '--checkpoint_interval=1']
     keys += ['--dtype=float16', '--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
-    job = Job('train_fsdp.py', keys, 2, tmp_path / 'log', {'kind': 'overflow', 'rank': 1, 'step': 4})
+    job = Job('train_parallel.py', keys, 2, tmp_path / 'log', {'kind': 'overflow', 'rank': 1, 'step': 4})
     assert job.wait() == [0, 0], job.text()
     paths = [f'{tmp_path}/run/checkpoints/step_0000000{step}' for step in (3, 4, 5)]
     before, after, later = (checkpoint.load_weights(path)[0] for path in paths)
@@ -515,7 +512,7 @@ def test_an_overflow_in_fp16_on_one_rank_costs_one_step_on_all(tmp_path):
 
 def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path):
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=synthetic', '--vocab_size=97', f'--out_dir={tmp_path}/out']
-    for line in refusals([['train_fsdp.py', *keys, '--tensor_parallel=2', '--mlp_hidden_dim=57']] * 2):
+    for line in refusals([['train_parallel.py', *keys, '--tensor_parallel=2', '--mlp_hidden_dim=57']] * 2):
         assert re.match('error: tensor_parallel=2 .*mlp_hidden_dim=57', line)
     assert not (tmp_path / 'out').exists()
 

@@ -656,7 +656,7 @@ class Rounds:
     ('inner_steps', 'exchange', 'best'), [(5, 0.1, 5), (5, 0.3, 10), (50, 0.3, 10), (2000, 99, 2000)]
 )
 def test_a_plan_knows_the_runs_own_rounds_and_recommends_the_shortest_that_are_long_enough(inner_steps, exchange, best):
-    plan = object.__new__(diloco_check.Plan)
+    plan = object.__new__(diloco_check.RoundCosts)
     plan.outer, plan.numbers, plan.step_seconds = Rounds(inner_steps), 1, 1.0
     plan.models = {'float32': (exchange, 1e-9, 0.0)}
     *_, head, _, said = plan.table()

@@ -26,8 +26,8 @@ LEGS = [  # what it is called, ranks, script and keys
     ('one process', 1, 'train_ddp.py', []),
     ('DDP, 2 ranks', 2, 'train_ddp.py', []),
     ('HSDP, 2 × 2 ranks', 4, 'train_fsdp.py', ['--replicate_size=2']),
-    ('tensor parallel, 2', 2, 'train_fsdp.py', ['--tensor_parallel=2']),
-    ('context parallel, 2', 2, 'train_fsdp.py', ['--context_parallel=2']),
+    ('tensor parallel, 2', 2, 'train_parallel.py', ['--tensor_parallel=2']),
+    ('context parallel, 2', 2, 'train_parallel.py', ['--context_parallel=2']),
     ('pipeline, 2 stages', 2, 'train_pipeline.py', []),
     ('one process again', 1, 'train_ddp.py', []),
 ]

@@ -108,7 +108,7 @@ LAYOUTS = {  # name -> strategy, script, keys
     'ZeRO 1': ('fsdp', 'train_fsdp.py', dict(fsdp_impl='manual', zero_stage=1)),
     'ZeRO 2': ('fsdp', 'train_fsdp.py', dict(zero_stage=2, accumulate='sharded')),
     'ZeRO 3': ('fsdp', 'train_fsdp.py', dict(accumulate='sharded')),
-    'tensor 8': ('fsdp', 'train_fsdp.py', dict(tensor_parallel=8, accumulate='sharded')),
+    'tensor 8': ('fsdp', 'train_parallel.py', dict(tensor_parallel=8, accumulate='sharded')),
     'pipeline 8': ('pipeline', 'train_pipeline.py', dict(pipeline_stages=8)),
 }
 PARTS = ('weights', 'gradients', 'moments', 'for a while')

@@ -43,8 +43,8 @@ STRATEGIES = {  # name in the picture -> strategy, script, keys
     'ZeRO 3 (FSDP)': ('fsdp', 'train_fsdp.py', BY_HAND),
     'HSDP, 2 × 2': ('fsdp', 'train_fsdp.py', {**BY_HAND, 'replicate_size': 2}),
     'DiLoCo, 2 × 2': ('diloco', 'train_diloco.py', {**BY_HAND, 'num_replicas': 2}),
-    'tensor 2 × FSDP 2': ('fsdp', 'train_fsdp.py', {**BY_HAND, 'tensor_parallel': 2}),
-    'experts 2 × 2': ('fsdp', 'train_fsdp.py', {**BY_HAND, 'expert_parallel': 2, **EXPERTS}),
+    'tensor 2 × FSDP 2': ('fsdp', 'train_parallel.py', {**BY_HAND, 'tensor_parallel': 2}),
+    'experts 2 × 2': ('fsdp', 'train_parallel.py', {**BY_HAND, 'expert_parallel': 2, **EXPERTS}),
     'pipeline, 4 stages': ('pipeline', 'train_pipeline.py', {'pipeline_stages': 4}),
 }
 
@@ -117,7 +117,7 @@ def held_by_rank(rank):
     held = {}
     for name, (strategy, _, _) in STRATEGIES.items():
         keys = keys_of(name)
-        with as_rank(rank), mock.patch.object(expert_manual, 'exchange_counts', lambda counts, group: counts):
+        with as_rank(rank), mock.patch.object(expert_manual, 'send_counts', lambda counts, group: counts):
             held[name] = _held(strategy, keys, SimpleNamespace(**keys), rank)
     return held
 
@@ -131,7 +131,7 @@ def _held(strategy, keys, config, rank):
     held = Held({name: value.shape for name, value in numbers.items()})
     share = Share(first_value=lambda name, parameter, seed, device: numbers[name].clone())
 
-    # As the train scripts do it, from "SHARD" or "STAGE" on.
+    # As the train scripts do it.
     model, layout = raw_model, Layout.of(keys, strategy, RANKS)
     if strategy == 'pipeline':
         mesh = layout.mesh(device, config.timeout_s)
@@ -143,17 +143,19 @@ def _held(strategy, keys, config, rank):
         expert_mesh, experts = None, []
         if strategy == 'diloco':
             held.copy, mesh = mesh.get_local_rank('replica'), mesh['shard']
-        elif config.tensor_parallel > 1:
+        elif layout.tensor > 1:
             tensor_manual.Split(raw_model, Ranks.of(mesh['tensor']), share)
             mesh = mesh[mesh.mesh_dim_names[:-1]]
-        if config.expert_parallel > 1:
+        if layout.expert > 1:
             expert_mesh = layout.expert_mesh(device, config.timeout_s)
             experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), share)
             expert_mesh = expert_mesh['shard']
         model = fsdp_manual.shard(
             raw_model, raw_model.blocks, mesh, torch.float32, config.zero_stage, 1, False, experts, expert_mesh
         )
-    run = SimpleNamespace(found=None, start_from=None, pretrained=None, config=config, device=device, share=share)
+    run = SimpleNamespace(
+        found=None, start_from=None, pretrained=None, config=config, device=device, home=device, share=share
+    )
     begin.initialise(raw_model, run)
 
     # First the weights at rest. Then a step whose gradients are the same numbers; with beta1 = 0 Adam's first moments

@@ -13,8 +13,9 @@ from pretrained import POSITIONS, VOCABULARY, save_model, sharded, write_chats
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
+from expert_manual import balance_experts, router_metrics
 from huggingface import finetune, native
-from model import GPT, balance_experts, router_metrics
+from model import GPT
 from runtime import checkpoint
 
 KINDS = {'mixtral': {}, 'qwen3_moe': {'norm_topk_prob': True}, 'gpt_oss': {}}

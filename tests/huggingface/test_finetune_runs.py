@@ -28,7 +28,7 @@ from short import slow_but
 
 import data
 from dataset import shards
-from dataset.shuffle import sample_windows
+from dataset.shuffle import permuted
 from huggingface import finetune
 from runtime import checkpoint
 
@@ -536,7 +536,7 @@ def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(tmp_path):
         remove_unused_columns=False,
     )  # fmt: skip
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    windows = sample_windows(samples, train_data.n_windows, 1337)
+    windows = permuted(samples, train_data.n_windows, 1337)
     trainer = InOrder(plain, settings, train_dataset=rows(train_data, windows))
     val_rows = rows(val_data, range(rounds * batch))
     before = trainer.evaluate(val_rows)['eval_loss']

@@ -33,6 +33,7 @@ LORA = ['--lora_rank=4']
 SCRIPTS = {
     'ddp': ['train_ddp.py'],
     'torch': ['train_fsdp.py'],
+    'parallel': ['train_parallel.py'],
     'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
     'stage 2': ['train_fsdp.py', '--fsdp_impl=manual', '--zero_stage=2', '--blocks_per_unit=2'],
     'diloco': ['train_diloco.py', '--num_replicas=1', '--inner_steps=2', '--outer_lr=1', '--outer_momentum=0'],
@@ -40,7 +41,7 @@ SCRIPTS = {
 
 
 def start(name, *arguments, nproc=1):
-    if name == 'torch' and '--frozen_dtype=nf4' in arguments and torch.__version__ < (2, 13):
+    if name in ('torch', 'parallel') and '--frozen_dtype=nf4' in arguments and torch.__version__ < (2, 13):
         pytest.skip('fully_shard takes bytes from torch 2.13 on')
     script, *more = SCRIPTS.get(name, [name])
     ranks = run_ranks([[script, *arguments, *more]] * nproc)
@@ -143,7 +144,7 @@ WAYS = [
     ('manual', ['--cpu_offload=params', '--accumulate=sharded']),
     ('manual', ['--replicate_size=2', '--prefetch=0']),
     ('torch', ['--replicate_size=2', '--zero_stage=2', '--blocks_per_unit=2']),
-    ('torch', ['--context_parallel=2']),
+    ('parallel', ['--context_parallel=2']),
 ]
 
 
@@ -359,7 +360,7 @@ def test_what_cannot_be_is_one_line(models, tmp_path, keys, problem):
 
 def test_what_a_script_does_not_have_is_one_line_with_the_key_that_helps(models, tmp_path):
     keys = [*RUN, *LORA, f'--init_from={models / "llama_64"}', f'--out_dir={tmp_path}', '--frozen_dtype=nf4']
-    line = refusal('torch', *keys, '--tensor_parallel=2', nproc=2)
+    line = refusal('train_parallel.py', *keys, '--tensor_parallel=2', nproc=2)
     assert 'frozen_dtype=nf4 with tensor_parallel=2: ' in line and 'use train_fsdp.py without it' in line
     line = refusal('train_pipeline.py', *keys, nproc=2)
     assert 'frozen_dtype=nf4 with train_pipeline.py: ' in line

@@ -198,7 +198,7 @@ LAYOUTS = {
     'ddp': (1, 'train_ddp.py', []),
     'fsdp': (2, 'train_fsdp.py', []),
     'manual': (3, 'train_fsdp.py', ['--fsdp_impl=manual']),
-    'tensor': (2, 'train_fsdp.py', ['--tensor_parallel=2']),
+    'tensor': (2, 'train_parallel.py', ['--tensor_parallel=2']),
     'pipeline': (2, 'train_pipeline.py', []),  # of three blocks: two and one
     'diloco': (2, 'train_diloco.py', ['--num_replicas=1', *ALONE]),
 }
@@ -287,7 +287,7 @@ def test_a_run_goes_on_under_another_layout_when_its_folder_is_gone(runs, tmp_pa
     common = [*RUN, f'--init_from={model}', f'--data_dir={runs / "llama_tied" / "data"}', f'--out_dir={out_dir}']
     run_forked('train_pipeline.py', *common, '--max_iters=2', nproc=2, log=tmp_path / 'log')
     shutil.rmtree(model)
-    run_forked('train_fsdp.py', *common, '--tensor_parallel=2', nproc=2, log=tmp_path / 'log')
+    run_forked('train_parallel.py', *common, '--tensor_parallel=2', nproc=2, log=tmp_path / 'log')
     expected = column(runs / 'llama_tied' / 'ddp', 'loss')
     assert_same_run(column(out_dir, 'loss'), expected, every=STEPS // 2)
 
@@ -302,7 +302,7 @@ def test_mistakes_are_one_line_on_every_rank(runs, tmp_path):
         ([folder, '--lora_rank=2'], 'lora_rank=2 with native=True'),
         ([folder, '--tensor_parallel=2', '--block_size=47'], 'tensor_parallel=2 does not divide'),
     ):
-        for ended in run_ranks([['train_fsdp.py', *common, *more]] * 2):
+        for ended in run_ranks([['train_parallel.py', *common, *more]] * 2):
             lines = ended.stderr.strip().splitlines()
             assert ended.returncode == 1 and len(lines) == 1 and says in lines[0], ended
     assert not (tmp_path / 'run').exists()

@@ -49,7 +49,7 @@ def runs(tmp_path_factory):
     """{name: (config, strategy, ranks, out_dir)} of two steps of every case."""
     folder, cases = tmp_path_factory.mktemp('experts'), {2: [], 4: []}
     for name, (ranks, micro_steps, keys) in CASES.items():
-        script = 'train_diloco.py' if 'DiLoCo' in name else 'train_fsdp.py'
+        script = 'train_diloco.py' if 'DiLoCo' in name else 'train_parallel.py'
         arguments = [*RUN, '--expert_parallel=2', '--dtype=float32', *keys]
         sequences = 2 * ranks * micro_steps // (2 if 'context' in name else 1)
         arguments += [f'--global_batch_size={sequences}', f'--out_dir={folder / name}']
@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
     found = {}
     for name, (ranks, *_) in CASES.items():
         about = json.loads((folder / name / 'config.json').read_text())
-        found[name] = about['config'], about['script'].removeprefix('train_')[: -len('.py')], ranks, folder / name
+        found[name] = about['config'], 'diloco' if 'DiLoCo' in name else 'fsdp', ranks, folder / name
     return found
 
 
@@ -193,7 +193,10 @@ def test_layouts_of_a_mixture_share_experts_and_cut_nothing():
     assert any('diloco2 ep2' in name for name in names)
     assert not any(word in name for name in names for word in ('tp', 'pp'))
     given = layouts.rank(MIXTURE | {'expert_parallel': 4}, step_time.assumed('h100', 4, 2), most=99)
-    assert given == rows  # the layouts' own keys count
+    assert [row['name'] for row in given] == names  # the layouts' own keys count
+    for row, other in zip(rows, given, strict=True):  # a file that sets this key is one for train_parallel.py
+        assert (row['script'] == 'train_parallel.py') == ('ep' in row['name']) or row['strategy'] != 'fsdp'
+        assert other['script'] != 'train_fsdp.py' and other['keys'].get('expert_parallel') or row['strategy'] == 'ddp'
     for row in rows:  # what a script would refuse
         selective = row['keys']['activation_checkpointing'] == 'selective' and row['keys'].get('expert_parallel', 1) > 1
         assert not selective or row['keys']['fsdp_impl'] == 'manual'
@@ -215,7 +218,9 @@ def test_out_of_memory_advice_proposes_to_share_experts():
     wide = {'n_embd': 1024, 'n_experts': 32, 'experts_per_token': 2, 'expert_hidden_dim': 1024}
     config = config_of(batch_size=1, global_batch_size=16) | wide | {'head_dim': 64, 'n_kv_head': 4}
     advice = report.out_of_memory_advice(config, 4, 'fsdp')
-    assert re.search('gathered: set --expert_parallel=4, or .*--accumulate=sharded', advice), advice
+    assert re.search('gathered: use train_parallel.py --expert_parallel=4, or .*--accumulate=sharded', advice), advice
+    advice = report.out_of_memory_advice(config | {'expert_parallel': 1}, 4, 'fsdp')
+    assert 'gathered: set --expert_parallel=4, or ' in advice, advice
     shared = report.out_of_memory_advice(config | {'expert_parallel': 4}, 4, 'fsdp')
     assert 'expert_parallel' not in shared and 'share of the tokens' in shared
     for refused in ({'optimizer': 'muon'}, {'activation_checkpointing': 'selective'}, {'n_experts': 0}):
@@ -226,7 +231,7 @@ def test_qwen3_30b_fits_32_gpus_of_80_gb_as_its_file_says(tmp_path):
     path = 'config/qwen3_30b_a3b.py'
     keys = [path, '--dataset=synthetic', '--device=cuda', '--dtype=bfloat16', '--dry_run', f'--out_dir={tmp_path}']
     place = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 32, 'LOCAL_WORLD_SIZE': 4}
-    (rank,) = run_ranks([['train_fsdp.py', *keys]], [place])
+    (rank,) = run_ranks([['train_parallel.py', *keys]], [place])
     assert rank.returncode == 0, rank.stdout + rank.stderr
     words, text = ' '.join(rank.stdout.split()), (REPO / path).read_text()
     assert 'total 30,532,122,624' in words and 'active 3,353,032,704' in words

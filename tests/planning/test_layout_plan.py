@@ -123,7 +123,7 @@ def test_over_gloo_tensor_parallelism_sends_slices_straight_to_their_rank():
     cpus = step_time.cpu_cluster(4, 2, cores=1, gb=8)
     cpus = cpus._replace(within=step_time.Link(1e9, 5e8, 0.0, 0.0), between=step_time.Link(1e7, 8e6, 0.0, 0.0))
     assert step_time.slices_per_s(cpus, 2, stride=1) == 5e8  # its ranks are on one node
-    config = layouts.keys_of('train_fsdp.py', {**KEYS, 'tensor_parallel': 4}, on_cpu=True)
+    config = layouts.keys_of('train_parallel.py', {**KEYS, 'tensor_parallel': 4}, on_cpu=True)
     sent = traffic.communication_bytes(config, sizes.empty_model(config), 4, 'fsdp')['activations']
     found = step_time.step(config, 'fsdp', cpus)
     assert found['exposed'] == pytest.approx(sent * 2 / 3 / 8e6)  # 2 of 3 slices go to the other node

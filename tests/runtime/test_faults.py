@@ -35,7 +35,7 @@ SCRIPTS = {
     'fsdp': ('train_fsdp.py', []),
     'manual': ('train_fsdp.py', ['--fsdp_impl=manual']),
     'experts': (
-        'train_fsdp.py',
+        'train_parallel.py',
         ['--fsdp_impl=manual', *TINY_EXPERTS, '--expert_parallel=2', '--router_bias=0.01'],
     ),
     'diloco': ('train_diloco.py', ['--num_replicas=1', '--inner_steps=5']),
@@ -78,12 +78,13 @@ def hangs(tmp_path_factory):
     run = ['--max_iters=100000', '--checkpoint_interval=0', f'--timeout_s={PATIENCE}']
     asleep = {'kind': 'hang', 'rank': 1, 'step': 8}
     stages = [*RUN, *run, '--n_layer=2', '--tensor_parallel=2', f'--out_dir={folder}/stages']  # 2 micro-steps a step
+    shares = [*RUN, *run, '--context_parallel=2', f'--out_dir={folder}/shares']
     # Rank 0 waits 3 x 11.5 s for it: longer than the 32 s after which a rank is looked at, shorter than timeout_s
     slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 11.5}
     jobs = {
         'asleep': start('ddp', folder / 'asleep', *run, fault=asleep, torchrun=True),
         'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
-        'shares': start('fsdp', folder / 'shares', *run, '--context_parallel=2', nproc=4, fault={**asleep, 'rank': 3}),
+        'shares': Job('train_parallel.py', shares, 4, folder / 'shares.log', {**asleep, 'rank': 3}),
         'stages': Job('train_pipeline.py', stages, 4, folder / 'stages.log', {**asleep, 'rank': 3, 'step': 16}),
         # In the second layer of step 8, when it has tokens of the other rank, which waits for their results
         'exchange': start('experts', folder / 'exchange', *run, fault={**asleep, 'kind': 'stuck', 'step': 7 * 3 + 2}),

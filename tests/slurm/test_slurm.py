@@ -196,6 +196,7 @@ def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
     assert name('config/enoki_8h.py --max_iters=10 --resume=never --log_interval=1') == 'enoki_8h'
     assert name('config/enoki_8h.py --learning_rate=1e-3') == 'enoki_8h,learning_rate=1e-3'
     assert name('config/enoki_8h.py', SCRIPT='train_diloco.py') == 'enoki_8h,train_diloco'
+    assert name('config/enoki_8h.py --tensor_parallel=2', SCRIPT='train_parallel.py') == 'enoki_8h'
     assert name("--dataset='a b/c'") == 'run,dataset=a_b_c'
     assert name('config/enoki_8h.py --keep_checkpoints=5 --timeout_s=900 --compile --compile=False') == 'enoki_8h'
     assert name('config/enoki_8h.py --seed=2 --compile --dtype=float32') == 'enoki_8h,seed=2,dtype=float32'

@@ -9,7 +9,7 @@ import pytest
 from browser import Browser
 from launch import REPO, environment
 
-from comparison import report
+from comparison.page import portable, write
 
 SCRIPT = '<script>document.title="ours"</script>'
 SWEEP = f"""
@@ -112,13 +112,13 @@ def test_a_command_of_the_report_repeats_the_run_to_the_bit(page, tmp_path):
 def test_commands_of_several_ranks_and_of_odd_keys_can_be_typed():
     said = "python /home/me/lm/train_fsdp.py --a=1 '--out_dir=out/a b' --resume=must '--b=(1, 2)' (WORLD_SIZE=4)"
     wanted = "torchrun --nproc_per_node=4 train_fsdp.py --a=1 '--b=(1, 2)' --out_dir=out/again/x/rep0"
-    assert report.portable(said, 'x/rep0') == wanted
+    assert portable(said, 'x/rep0') == wanted
 
 
 def test_without_matplotlib_there_are_tables_and_one_line(tmp_path):
     (tmp_path / 'runs/a/rep0').mkdir(parents=True)
     (tmp_path / 'runs/a/rep0/FAILED').write_text('error: <i>')
-    report.write(tmp_path, 'Sweep', ['a: <u>'], {'Best': [{'run': '<em>', 'loss': '1'}]}, {})
+    write(tmp_path, 'Sweep', ['a: <u>'], {'Best': [{'run': '<em>', 'loss': '1'}]}, {})
     text = (tmp_path / 'report.html').read_text()
     assert 'pip install matplotlib' in text and '<svg' not in text and '0 of 1 runs' in text
     for tag in ('i', 'u', 'em'):

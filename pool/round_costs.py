@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from exchange.codec import STRETCH, decode_flat, encode_flat
-from exchange.diloco_check import LARGEST_PROBE, Plan, everybodys
+from exchange.diloco_check import LARGEST_PROBE, RoundCosts, everybodys
 from pool.goodput import goodput
 from pool.store import digest_of
 from system.collectives import on_rank_0
@@ -26,9 +26,9 @@ def best(action):
     return min(timed(action) for _ in range(2))
 
 
-class StorePlan(Plan):
+class StoreRoundCosts(RoundCosts):
     """
-    The plan for one job of a pool, which exchanges by files: it writes its own and reads those of num_replicas - 1
+    Those of one job of a pool, which exchanges by files: it writes its own and reads those of num_replicas - 1
     other jobs. All jobs are assumed to be equally fast, so that none waits for another.
 
     Making one measures: all ranks at once time the pool's store with probe objects, which are deleted afterwards, and

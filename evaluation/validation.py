@@ -1,0 +1,45 @@
+"""
+The loss on validation text, of every script.
+
+    val_loss(model, run, beat)    # {'val_loss': 3.21, 'val_ppl': 24.8, 'val_bpb': 1.02}
+"""
+
+import torch
+import torch.distributed as dist
+
+import data
+from system import processes
+
+
+def of_each_batch(model, batches, beat):
+    """Yields (sum of the cross-entropy, targets, number of the source) of each batch of data.eval_batches()."""
+    for batch, source in batches:
+        beat()
+        _, ce_sum = model(*batch)
+        yield ce_sum, batch[1], source
+
+
+@torch.no_grad()
+def val_loss(model, run, beat, part=None, losses=of_each_batch):
+    """
+    Metrics of the cross-entropy over the first eval_iters * global_batch_size validation windows, which the ranks
+    divide among them; the same on every rank. Collective.
+
+    run: from begin(). beat: called before each forward pass. part(batch): this rank's part of a batch of whole
+    sequences. losses: in place of of_each_batch(), for a model that is more than its forward.
+    """
+    config, ranks = run.config, run.world_size // run.layout.stage  # every stage of a pipeline goes through all windows
+    windows = config.eval_iters * config.global_batch_size
+    batches = data.eval_batches(
+        run.val_data, windows, config.batch_size, run.rank % ranks, ranks, run.device, starts_on_host=part is not None
+    )
+    if part:
+        batches = ((part(batch), source) for batch, source in batches)
+    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=run.device)
+    model.eval()
+    for ce_sum, targets, source in losses(model, batches, beat):
+        nats_and_tokens[source] += torch.stack((ce_sum.double(), (targets >= 0).sum()))
+    dist.all_reduce(nats_and_tokens)  # ranks that read the same count it as often in both
+    model.train()
+    processes.reshard(model)  # free the gathered weights, as a backward pass would
+    return run.val_data.losses(nats_and_tokens.tolist(), windows)
