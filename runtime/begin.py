@@ -28,7 +28,7 @@ import data
 import float8
 import offload
 import optim
-from configurator import without_effect
+from configurator import refuse_gone, without_effect
 from dataset.mixture import names_in, parse_stages
 from dataset.windows import read_meta
 from evaluation import in_run
@@ -577,6 +577,8 @@ def check_resume(saved, config, identity, learning_rate_at):
             f'the checkpoint was trained on {in_words(before)}, {other}: use another --out_dir, perhaps with '
             f'--init_from={config.out_dir}, which begins with its weights'
         )
+    if not config.eval_only:
+        refuse_gone(before, 'the checkpoint was trained', f'begin anew with --init_from={config.out_dir}')
     then = {**saved['identity'], 'data': now_is}
     of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}
     of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0, 'logit_softcap': None, 'window_pattern': None}
