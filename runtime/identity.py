@@ -8,6 +8,7 @@ Is this checkpoint one of this run? It is if both have the same model, data, opt
 import json
 
 import optim
+from configurator import refuse_gone
 from runtime import checkpoint
 
 
@@ -53,9 +54,11 @@ def check_resume(saved, keys, identity):
             f'the checkpoint was trained on {in_words(before)}, {other}: use another --out_dir, perhaps with '
             f'--init_from={keys["out_dir"]}, which begins with its weights'
         )
+    if not keys['eval_only']:
+        refuse_gone(before, 'the checkpoint was trained', f'begin anew with --init_from={keys["out_dir"]}')
     then = {**saved['identity'], 'data': now_is}
     of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}
-    of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0}
+    of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0, 'logit_softcap': None, 'window_pattern': None}
     then['model'] = {**of_earlier_versions, **then.get('model', {})}
     checkpoint.check_identity(then, {**identity, 'data': now_is})
     if step > keys['max_iters'] and not keys['eval_only']:

@@ -50,14 +50,19 @@ def test_a_ring_over_nodes_has_their_network_cards():
     assert step_time.ring(two_nodes, 16, stride=1).latency == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6)
 
 
-def test_a_step_without_communication_is_the_computation():
-    found = step_time.step(config_of('train_ddp.py'), 'ddp', cluster(1))
+@pytest.mark.parametrize(
+    ('windows', 'keys'),
+    [({}, 64), ({'window_pattern': 'SL', 'window_size': 2}, (64 + 2 - 2 / 128) / 2)],  # of a query, on average
+)
+def test_a_step_without_communication_is_the_computation(windows, keys):
+    found = step_time.step(config_of('train_ddp.py', **windows), 'ddp', cluster(1))
     # By hand: a block has (8 + 2 x 4) heads of 32 columns x 256, 8 x 32 x 256, and 3 matrices of 256 x 704.
     matrices = 16 * 32 * 256 + 256 * 256 + 3 * 256 * 704
     peak, memory = 989e12, 0.9 * 3.35e12
-    forward = 2 * matrices / (0.7 * peak) + 2 * 128 * 8 * 32 / (0.35 * peak)
+    attention = 4 * keys * 8 * 32 / (0.35 * peak)
+    forward = 2 * matrices / (0.7 * peak) + attention
     moved = 2 * (8 * 256 + 2 * (8 + 4) * 32 + 3 * 704) / memory
-    backward = 4 * matrices / (0.7 * peak) + 2.5 * 2 * 128 * 8 * 32 / (0.35 * peak) + 2 * moved
+    backward = 4 * matrices / (0.7 * peak) + 2.5 * attention + 2 * moved
     head = 6 * 1024 * 256 / (0.7 * peak) + 8 * 1024 / memory
     assert found['compute'] == pytest.approx(32 * 128 * (8 * (forward + moved + backward) + head))
     assert found['exposed'] == found['bubble'] == 0
@@ -254,11 +259,17 @@ def test_in_order_the_simplest_of_the_nearly_equal_is_first_but_for_diloco():
 
 
 def test_a_model_is_counted_once(monkeypatch):
-    counted = []
-    count = GPT.parameter_counts
-    monkeypatch.setattr(GPT, 'parameter_counts', lambda model: counted.append(model) or count(model))
-    layouts.rank({**KEYS, 'n_layer': 4, 'global_batch_size': 8}, cluster(4, 2), most=1)
-    assert 0 < len(counted) < 20  # of hundreds of layouts
+    made, counted, named = [], [], GPT.named_parameters
+    make = sizes.make_part
+    monkeypatch.setattr(sizes, 'make_part', lambda config: made.append(config) or make(config))
+    monkeypatch.setattr(
+        GPT,
+        'named_parameters',
+        lambda model, *given, **options: counted.append(model) or named(model, *given, **options),
+    )
+    keys = {**KEYS, 'n_layer': 4, 'global_batch_size': 8, 'dtype': 'bfloat16', 'matmul_dtype': 'float8'}
+    layouts.rank(keys, cluster(4, 2), most=1)
+    assert 0 < len(made) < 10 and 0 < len(counted) < 100  # of hundreds of layouts
 
 
 @pytest.mark.parametrize('ranks', [2, 4])

@@ -13,7 +13,8 @@ import configurator
 import data
 from layout import accumulation_steps
 from model import GPT, ModelConfig
-from planning import memory, report, rules
+from optim import OPTIMIZERS
+from planning import report, rules
 
 CONFIG = {  # the script's defaults, and what config/enoki_8h.py sets
     'heads': 8,
@@ -187,7 +188,7 @@ def test_the_8_head_run():
 WITHOUT_A_FIT = ('sgd',)
 
 
-@pytest.mark.parametrize('optimizer', [name for name in memory.OPTIMIZER_MOMENTS if name not in WITHOUT_A_FIT])
+@pytest.mark.parametrize('optimizer', [name for name in OPTIMIZERS if name not in WITHOUT_A_FIT])
 def test_weight_decay_follows_the_form_of_the_optimizer(optimizer):
     run, _ = fill(optimizer=optimizer, omega=3.0)
     constant = optimizer in ('adamw', 'ademamix', 'muon')  # weight decay; the others' falls over wd_ts

@@ -1,6 +1,6 @@
 """
 Which part of a model does each rank hold under each strategy? Found by cutting a real model, for
-benchmarks/draw_strategies.py.
+draw_strategies.py.
 
     held = placements.held_by_all()['ZeRO 3 (FSDP)'][1]     # of rank 1
     held.own['moments']['blocks.0.attn.qkv.weight']     # True where this rank holds the moments of that element
