@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 import data
-import float8
 import offload
 from dataset.windows import read_meta
 from layout import Layout, Share
@@ -267,6 +266,8 @@ def make_model(run):
 
         run.share.first_value = native.Weights(run.pretrained, run.model_config).initial_value
     if config.matmul_dtype:
+        import float8
+
         float8.convert(model)
     offload.checkpoint_activations(model, config.activation_checkpointing)
     if config.compile:
