@@ -48,7 +48,8 @@ from expert_manual import balance_experts
 from layout import Ranks
 from model import is_load
 from runtime import checkpoint, health
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.log import Journal
 from runtime.watch import Watch
 from system import collectives, processes

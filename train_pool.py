@@ -48,7 +48,8 @@ from pool.replica import Replica, number_of_replicas
 from pool.round_costs import StoreRoundCosts
 from pool.rows import checksums_of_frozen
 from runtime import checkpoint, health
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.log import Journal
 from runtime.watch import NOTHING_DUE, Watch
 from system import errors, processes

@@ -34,7 +34,8 @@ from comparison import plots, results
 from comparison.verdict import markdown
 from configurator import Mistake, find, parse, read_knobs
 from model import GPT
-from runtime import begin
+from runtime.begin import Run
+from runtime.fill import fill_in
 from system import devices, errors
 
 PARTS = ('embedding', 'attention', 'mlp', 'residual', 'logits')
@@ -63,8 +64,8 @@ def measure(keys, explicit):
     device = devices.choose_device(config.device, 0)
     train_data, val_data = (data.open_mixture(keys, split) for split in ('train', 'val'))
     dtype = devices.choose_dtype(config.dtype, device)
-    run = begin.Run(config, explicit, 'ddp', 0, 1, device, dtype, 1, train_data=train_data, val_data=val_data)
-    begin.fill_in(run)
+    run = Run(config, explicit, 'ddp', 0, 1, device, dtype, train_data=train_data, val_data=val_data)
+    fill_in(run, ranks=1)
     model = GPT(run.model_config, dtype).to(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

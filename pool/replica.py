@@ -94,7 +94,7 @@ class Replica:
     """One job in a pool. All ranks of the job make the same calls; each is collective.
 
     config: the keys of train_pool.py. outer: a diloco.Outer over this job alone, with one fragment. identity: from
-    begin.identity_of(): what data and model are. say: function called on rank 0 with a line. waiting: function called
+    runtime.identity: what data and model are. say: function called on rank 0 with a line. waiting: function called
     on every rank from time to time while the job waits for others; if it returns true, the job stops waiting.
     Raises ValueError on every rank if the pool belongs to a different run, or if the store cannot hold a pool.
     """

@@ -26,7 +26,10 @@ SHARED = {'data.py'}
 FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
-    {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
+    {
+        *(f'runtime/{name}.py' for name in ('begin', 'fill', 'identity', 'first_weights', 'watch')),
+        'exchange/diloco_check.py',
+    },
     {'planning', 'evaluation/in_run.py', 'evaluation/validation.py', 'text/peek.py'},
     FSDP,
     LESSONS,
