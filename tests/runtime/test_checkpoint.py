@@ -271,8 +271,7 @@ def test_a_run_of_an_earlier_version_goes_on_unless_it_used_what_is_gone():
 
     def resume(eval_only=False, **used):
         keys = {'max_iters': 100, 'out_dir': 'a', 'eval_only': eval_only}
-        saved = {'identity': {}, 'step': 5, 'config': {**as_default, **used}}
-        return identity.check_resume(saved, keys, {})
+        return identity.check_resume({'identity': {}, 'step': 5, 'config': {**as_default, **used}}, keys, {})
 
     assert resume() == resume(exchange_k=9) == resume(error_decay=0.5, error_feedback=False) == []
     assert resume(fragment_mix=0.5, overlap_steps=1) == []
