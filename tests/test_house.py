@@ -21,25 +21,20 @@ TENSOR = {'tensor_manual.py', 'float8.py'}
 EXPERTS = {'expert_manual.py'}  # it imports ranks and slices from tensor_manual.py
 SHARED = {'data.py'}
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
-# Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, what scores a
-# run tokenizes tasks, and prepare_data.py shows what a run would read.
+# Two files lie higher than the rest of their room: one measures replicas, one shows what a run would read.
 FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
-    {
-        *(f'runtime/{name}.py' for name in ('begin', 'fill', 'identity', 'first_weights', 'watch')),
-        'exchange/diloco_check.py',
-    },
-    {'planning', 'evaluation/in_run.py', 'evaluation/validation.py', 'text/peek.py'},
+    {'runtime', 'exchange/diloco_check.py'},
+    {'evaluation', 'text/peek.py'},
+    {'planning'},
     FSDP,
     LESSONS,
     EXPERTS,
     TENSOR,
     SHARED,
-    {'evaluation'},
     {'text', 'huggingface'},
     {'dataset', 'exchange'},
-    {'runtime'},
     {'system'},
     {'configurator.py', 'offload.py', 'optim.py'},
     {'model.py', 'layout.py', 'moments.py'},
