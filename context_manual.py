@@ -73,6 +73,11 @@ def check(keys, layout, shape):
     if keys['device'].startswith('cuda') and (keys['head_dim'] % 8 or keys['head_dim'] > 256):
         raise ValueError(f'{given} with head_dim={keys["head_dim"]}: flash attention takes multiples of 8 up to 256')
     if isinstance(shape, ModelConfig):
+        if shape.window_size:
+            windows = f'window_pattern={shape.window_pattern}, whose windows do not end at a rank'
+            raise ValueError(
+                f'{given} with {windows}: leave context_parallel at 1, or window_pattern and window_size out'
+            )
         return
     text, reason = shape.config.get_text_config(), None
     rope = getattr(text, 'rope_parameters', None) or getattr(text, 'rope_scaling', None) or {}

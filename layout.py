@@ -76,6 +76,17 @@ class Layout:
         """How many ranks work on the same sequences."""
         return self.stage * self.context * self.tensor
 
+    def batch_line(self, batch_size, block_size):
+        """The batch arithmetic with its numbers, on one line."""
+        sequences = batch_size * self.micro_steps * self.reading
+        rank_factor = (self.reading, 'rank' if self.sharing == 1 else 'rank group')
+        factors = ((batch_size, 'sequence'), (self.micro_steps, 'micro-step'), rank_factor)
+        per_step = ' x '.join(counted(number, noun) for number, noun in factors)
+        return (
+            f'{per_step} = {counted(sequences, "sequence")} x {counted(block_size, "token")} '
+            f'= {sequences * block_size:,} tokens per step'
+        )
+
     @property
     def is_diloco(self):
         return self.strategy in ('diloco', 'pool')

@@ -87,8 +87,11 @@ class ModelConfig:
     llama3_rope: list | None = None  # Llama 3.1 and later: [factor, low, high, tokens before], see llama3_frequencies()
     positions: int | None = None  # gpt2: rows of the learned positions, block_size of them or more; None = block_size
     attention_gate: bool = False
+    window_pattern: str | None = None  # the layers in turn: S sees window_size tokens, L all before it; None = all L
+    window_size: int | None = None  # tokens that a layer S sees, the last of them is the one that looks
     norm_eps: float | None = None
     z_loss: float = 0.0
+    logit_softcap: float | None = None  # see softcapped()
     parametrization: str = 'standard'  # or 'mup', 'completep': the table is in optim.py
     base_width: int | None = None
     base_depth: int | None = None
@@ -105,6 +108,12 @@ class ModelConfig:
     def ratios(self):
         """(m_N, m_L): how many times as wide and as deep this model is as the one on which the rates were tuned."""
         return self.n_embd / (self.base_width or self.n_embd), self.n_layer / (self.base_depth or self.n_layer)
+
+    @property
+    def windows(self):
+        """[how many tokens it sees, None = all before it] of each layer."""
+        pattern = self.window_pattern or 'L'
+        return [{'S': self.window_size, 'L': None}[pattern[n % len(pattern)]] for n in range(self.n_layer)]
 
     @property
     def padded_vocab_size(self):
@@ -151,6 +160,7 @@ class ModelConfig:
         if self.arch == 'gpt2' and self.yarn:
             raise ValueError(f'yarn={self.yarn}: the positions of gpt2 are learned, and those beyond are not')
         check_yarn(self.yarn, self.block_size)
+        check_windows(self.window_pattern, self.window_size, self.block_size)
         if self.attention_gate and self.arch != 'qwen3':
             raise ValueError(f'attention_gate=True with arch={self.arch!r}: only qwen3 has it')
         for name, users in (('base_width', ('mup', 'completep')), ('base_depth', ('completep',))):
@@ -191,6 +201,25 @@ def check_yarn(yarn, block_size):
         reach, needed = int(yarn[0] * yarn[1]), math.ceil(block_size / yarn[1])
         given = f'block_size={block_size} with yarn={yarn[0]:g},{yarn[1]}'
         raise ValueError(f'{given}, which reaches {reach}: use --yarn={needed},{yarn[1]} or --block_size={reach}')
+
+
+def check_windows(pattern, size, block_size):
+    """Raise ValueError unless window_pattern and window_size say how many tokens each layer sees."""
+    given, half = f'window_pattern={pattern}', max(1, block_size // 2)
+    if pattern is not None and not (pattern and {*pattern} <= {*'SL'}):
+        raise ValueError(
+            f'{given}: expected S (sees window_size tokens) and L (all before it) for the layers in turn: SSSL'
+        )
+    has_window = 'S' in (pattern or '')
+    if has_window and size is None:
+        raise ValueError(f'{given}: how many tokens do its layers S see? Give a window_size, as --window_size={half}')
+    if size is not None and not has_window:
+        raise ValueError(
+            f'window_size={size} with {given}, in which no layer has it: use SSSL, or leave window_size out'
+        )
+    if has_window and not 1 <= size < block_size:
+        wanted = f'1 to {block_size - 1}, as --window_size={half}; or leave window_pattern and window_size out'
+        raise ValueError(f'window_size={size} with block_size={block_size}: expected {wanted}')
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -301,7 +330,7 @@ def llama3_frequencies(frequency, factor, low, high, before):
 #     cos_sin                             (2, B, 1, T, D/2), the rotation of each token; GPT.forward() fills it in
 #     attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
 #                                         token sees itself and the window - 1 tokens before it (MaskedAttention
-#                                         takes neither scale nor window)
+#                                         takes no scale)
 #
 # MaskedAttention and PackedAttention are below; context_manual.py has one for sequences spread over ranks. They are
 # classes because blocks take them as inputs, and in a tuple fully_shard would cast cos_sin to the compute dtype.
@@ -312,12 +341,23 @@ class MaskedAttention:
     """Given by a mask that says which token sees which."""
 
     positions: torch.Tensor
-    mask: torch.Tensor  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens + T)
+    mask: torch.Tensor | None  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens + T); None: all before
     cos_sin: torch.Tensor | None = None
+    near: torch.Tensor | None = None  # the mask of layers with a window; made once for all by with_window()
 
-    def attend(self, q, k, v, dropout=0.0):
-        options = {'attn_mask': self.mask, 'dropout_p': dropout, 'enable_gqa': k.shape[1] < q.shape[1]}
-        return F.scaled_dot_product_attention(q, k, v, **options)
+    def attend(self, q, k, v, dropout=0.0, window=None):
+        mask = self.mask if window is None else self.near
+        options = {'attn_mask': mask, 'is_causal': mask is None, 'dropout_p': dropout}
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] < q.shape[1], **options)
+
+    def with_window(self, window):
+        """The same, for a model that has layers with this window."""
+        T, seen = (self.positions.shape[1],) * 2 if self.mask is None else self.mask.shape[2:]
+        columns = torch.arange(seen, device=self.positions.device)[None]
+        # Distances are those of positions: rows may have branches. (Behind a cache there are none, and columns do.)
+        keys, queries = (self.positions,) * 2 if T == seen else (columns, columns[:, -T:])
+        near = (queries[:, None, :, None] - keys[:, None, None, :]) < window  # (B or 1, 1, T, seen)
+        return replace(self, near=near.tril() if self.mask is None else near & self.mask)
 
 
 @dataclass
@@ -348,6 +388,13 @@ def attention_of_documents(starts, T, dtype, dropout, head_dim):
     if dropout or not has_flash_attention(starts.device, dtype, head_dim):
         return MaskedAttention(positions, (document[:, None, :, None] == document[:, None, None, :]).tril())
     return PackedAttention(positions, borders_of_documents(starts, T))
+
+
+def attention_of_rows(x, T, dtype, dropout, head_dim):
+    """As attention_of_documents() for rows of x that are one document each: where some layers have a window."""
+    if dropout or not has_flash_attention(x.device, dtype, head_dim):
+        return MaskedAttention(torch.arange(T, device=x.device)[None], mask=None)
+    return attention_of_documents(x.new_zeros(x.shape[0], 1, dtype=torch.int64), T, dtype, dropout, head_dim)
 
 
 def has_flash_attention(device, dtype, head_dim):
@@ -397,8 +444,9 @@ class KVCache:
 class Attention(nn.Module):
     """Causal self-attention with grouped queries, optional norms of q and k, RoPE and output gate."""
 
-    def __init__(self, config, rotary):
+    def __init__(self, config, rotary, window=None):
         super().__init__()
+        self.window = window  # how many tokens it sees; None: all before
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.dropout, self.rotary, self.gated = config.dropout, rotary, config.attention_gate
         # One matrix for queries, keys and values: one matmul forward and two backward instead of three and six.
@@ -431,10 +479,13 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
         if attention is not None:
-            y = attention.attend(q, k, v, dropout)
+            y = attention.attend(q, k, v, dropout, window=self.window)
         else:
             options = {'dropout_p': dropout, 'enable_gqa': self.n_kv_head < self.n_head}
-            if x.shape[1] > 1:  # a single token looks at all before it
+            if self.window is not None:  # a single token: several come with an attention, see GPT.places()
+                assert x.shape[1] == 1, f'{x.shape[1]} tokens with window={self.window}: expected 1, or an attention'
+                k, v = k[:, :, -self.window :], v[:, :, -self.window :]
+            elif x.shape[1] > 1:  # a single token looks at all before it
                 options['is_causal'] = True  # the comparison itself is no bool for the compiler where T varies
             y = F.scaled_dot_product_attention(q, k, v, **options)
         y = y.transpose(1, 2)  # (B, T, H, D)
@@ -677,10 +728,10 @@ def loss_of_routers(routers, routings, y):
 class Block(nn.Module):
     """Pre-norm transformer block: the unit that is compiled, checkpointed and sharded."""
 
-    def __init__(self, config, rotary):
+    def __init__(self, config, rotary, window=None):
         super().__init__()
         self.attn_norm = Norm(config, config.n_embd)
-        self.attn = Attention(config, rotary)
+        self.attn = Attention(config, rotary, window)
         self.mlp_norm = Norm(config, config.n_embd)
         self.mlp = MoE(config) if config.n_experts else MLP(config)
         self.drop = nn.Dropout(config.dropout)
@@ -722,6 +773,11 @@ def keep_saved_ops(context, op, *args, **kwargs):
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def softcapped(logits, cap):
+    """Logits from -cap to cap, those near 0 nearly as they were (Gemma 2, arXiv 2408.00118); None: as they are."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -789,13 +845,16 @@ def log_softmax(logits, index, here):
     return log_probs, log_prob, logits.gather(1, index)[:, 0].float() - log_prob  # since log_prob = logit - lse
 
 
-def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, first=0, normalise=log_softmax):
+def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None, first=0, normalise=log_softmax):
     """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first for the logits (n, V).
 
-    Where ranks share the vocabulary, `first` is the token of the first column, and `normalise` takes the place of
-    log_softmax(): it asks the other ranks.
+    cap: that of softcapped(), which comes between these logits and the loss. Where ranks share the vocabulary, `first`
+    is the token of the first column, and `normalise` takes the place of log_softmax(): it asks the other ranks.
     """
     dtype = logits.dtype
+    if cap:
+        logits = softcapped(logits.float(), cap)
+        slope = 1 - (logits / cap) ** 2  # tanh' = 1 - tanh^2
     logits[:, max(0, vocab_size - first) :] = -math.inf  # padding gets probability 0
     column = targets - first
     here = (column >= 0) & (column < logits.shape[1]) & (targets >= 0)  # (n)
@@ -808,25 +867,28 @@ def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, first=0, n
     # d ce / d logits = softmax - one_hot(target), and d lse^2 / d logits = 2 * lse * softmax
     gradient = log_probs.exp_().mul_((valid * (1 + 2 * z_loss * lse))[:, None])
     gradient.scatter_add_(1, index, -here.float()[:, None])
-    return loss_sum, ce_sum, gradient.to(dtype)
+    return loss_sum, ce_sum, (gradient.mul_(slope) if cap else gradient).to(dtype)
 
 
-def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
+def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None):
     """cross_entropy() in a form of which torch.compile makes one kernel: without a scatter, and with nothing in place.
 
     Compiled, it moves 6 bytes per bf16 logit (8 with a separate pass for the largest of each row) instead of 38.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)  # (V)
-    logits32 = torch.where(columns < vocab_size, logits.float(), -math.inf)  # (n, V); it stays in registers
+    capped = softcapped(logits.float(), cap)  # (n, V); it stays in registers
+    logits32 = torch.where(columns < vocab_size, capped, -math.inf)
     lse = torch.logsumexp(logits32, -1)  # (n)
     valid = (targets >= 0).float()  # (n)
-    ce = lse - logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float()
+    ce = lse - softcapped(logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float(), cap)
     ce_sum = (ce * valid).sum()
     loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
     if not with_gradient:
         return loss_sum, ce_sum, None
     softmax = (logits32 - lse[:, None]).exp()
     gradient = softmax * (valid * (1 + 2 * z_loss * lse))[:, None] - (columns == targets[:, None]).float()
+    if cap:
+        gradient = gradient * (1 - (capped / cap) ** 2)
     return loss_sum, ce_sum, gradient.to(logits.dtype)
 
 
@@ -835,7 +897,7 @@ class Head(Linear):
 
     def __init__(self, config):
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
-        self.vocab_size, self.z_loss = config.vocab_size, config.z_loss
+        self.vocab_size, self.z_loss, self.cap = config.vocab_size, config.z_loss, config.logit_softcap
 
     def whole(self):
         """The weight (V, C), also where this rank has only a part of it."""
@@ -843,11 +905,11 @@ class Head(Linear):
 
     def forward(self, h):
         """Logits (..., vocab_size) of hidden states (..., C)."""
-        return linear(h, self.whole())[..., : self.vocab_size]
+        return softcapped(linear(h, self.whole())[..., : self.vocab_size], self.cap)
 
     def loss(self, h, y, cross_entropy):
         """(loss_sum, ce_sum) of hidden states (B, T, C) for targets (B, T). cross_entropy: for ChunkedCrossEntropy."""
-        options = self.vocab_size, self.z_loss, torch.is_grad_enabled(), cross_entropy
+        options = self.vocab_size, self.z_loss, torch.is_grad_enabled(), partial(cross_entropy, cap=self.cap)
         return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.weight, y.flatten(), *options)
 
 
@@ -864,13 +926,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
         self.cross_entropy = cross_entropy
-        self.flops_of_attention = 12 * config.n_layer * config.n_head * config.head_dim * config.block_size  # per token
+        seen = sum(window or config.block_size for window in config.windows)  # tokens, summed over the layers
+        self.flops_of_attention = 12 * seen * config.n_head * config.head_dim  # per token
         self.rotary = None if config.arch == 'gpt2' else RotaryEmbedding(config)
         self.embed = nn.Embedding(config.padded_vocab_size, config.n_embd)
         positions = config.positions or config.block_size
         self.pos_embed = nn.Embedding(positions, config.n_embd) if config.arch == 'gpt2' else None
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, self.rotary, window) for window in config.windows)
         self.routers = [block.mlp.router for block in self.blocks] if config.n_experts else []
         self.final_norm = Norm(config, config.n_embd)
         self.head = Head(config)
@@ -904,14 +967,14 @@ class GPT(nn.Module):
         """
         h, routings = self.hidden(x, starts, attention, cache)
         if then is not None:
-            head = self.head.whole()[: self.config.vocab_size].to(h.dtype)
-            return then(h, lambda rows: rows @ head.T)
+            head, cap = self.head.whole()[: self.config.vocab_size].to(h.dtype), self.config.logit_softcap
+            return then(h, lambda rows: softcapped(rows @ head.T, cap))
         return self.head(h) if y is None else self.loss(h, y, routings)
 
     def hidden(self, x, starts=None, attention=None, cache=None):
         """What the head sees, (B, T, C), with a cache (B, 1, C); and for the loss what the routers of a mixture say."""
         first = cache[0].length if cache else 0
-        positions, attention = self.places(first, x.shape[1], x.device, starts, attention)
+        positions, attention = self.places(x, first, x.shape[1], starts, attention)
         h, routings = self.embedded(x, positions), []
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
             h = block(h, block_cache, attention)
@@ -920,18 +983,23 @@ class GPT(nn.Module):
                 routings.append(routing)
         return self.finished(h[:, -1:] if cache else h), routings
 
-    def places(self, first, T, device, starts=None, attention=None):
-        """The positions of T tokens, after `first` others, and the attention, which knows their rotation."""
+    def places(self, x, first, T, starts=None, attention=None):
+        """The positions of T tokens in each row of x, after `first` others, and the attention, which knows their
+        rotation; None where a token sees all before it, and a single one with a window the last of the cache."""
         if first + T > self.config.block_size:
             raise ValueError(f'{first + T} tokens are more than block_size={self.config.block_size}')
-        positions = torch.arange(first, first + T, device=device)
+        positions = torch.arange(first, first + T, device=x.device)
         if self.rotary is not None:
-            self.rotary.prepare(device)
+            self.rotary.prepare(x.device)
+        sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
         if starts is not None:
-            sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
             attention = attention_of_documents(starts, T, *sizes)
+        elif self.config.window_size and attention is None and T > 1:
+            attention = attention_of_rows(x, T, *sizes)
         if attention is not None:
             positions = attention.positions
+            if self.config.window_size and isinstance(attention, MaskedAttention):
+                attention = attention.with_window(self.config.window_size)
             attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         return positions, attention
 
@@ -1011,8 +1079,8 @@ class GPT(nn.Module):
         """FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
 
         Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), without a discount for causal attention or recomputation.
-        The head counts as a matmul, tied or not. A frozen weight takes 4 and not 6, since it gets no gradient. Only the
-        experts that compute a token count.
+        In layers with a window, window_size takes the place of block_size. The head counts as a matmul, tied or not. A
+        frozen weight takes 4 and not 6, since it gets no gradient. Only the experts that compute a token count.
         """
         tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         matrices = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}

@@ -211,7 +211,7 @@ class Stage(GPT):
         Returns activations (B, T, C), but from the last part (loss_sum, ce_sum). T is block_size. After
         tensor_manual.Split the activations are those of this rank's tokens, (B, T/t, C).
         """
-        positions, attention = self.places(0, self.config.block_size, x.device, starts)
+        positions, attention = self.places(x, 0, self.config.block_size, starts)
         h = self.embedded(x, positions) if part == 0 else x
         for number in self.of(part):
             h = self.blocks[str(number)](h, None, attention)

@@ -70,6 +70,8 @@ EXPERT_KEYS |= {'expert_hidden_dim': 'moe_intermediate_size'}
 def is_in_transformers(model_config):
     """Whether transformers has a class that computes the same. It has none for enoki, or gpt2 with bias=False (as in
     nanoGPT), for example."""
+    if model_config.logit_softcap or model_config.window_pattern:
+        return False
     if model_config.arch == 'gpt2':
         usual_heads = model_config.n_head * model_config.head_dim == model_config.n_embd
         return model_config.bias and usual_heads and model_config.n_kv_head == model_config.n_head

@@ -30,7 +30,7 @@ HAVE = {
     'cohere': 'logits that are scaled, and attention and MLP side by side',
     'falcon': 'attention and MLP side by side',
     'gemma': 'embeddings that are scaled, and norms that multiply by 1 + weight',
-    'gemma2': 'norms behind attention and MLP, too, and soft caps',
+    'gemma2': 'norms behind attention and MLP, too, and scores of attention that are capped',
     'gemma3_text': 'norms behind attention and MLP, too, and layers that rotate in two ways',
     'gpt_neox': 'attention and MLP side by side, and heads that rotate in part',
     'mamba': 'a state space in place of attention',
@@ -114,10 +114,9 @@ def model_config_of(pretrained):
         keys |= {ours: getattr(config, theirs) for ours, theirs in convert.EXPERT_KEYS.items()}
     window = getattr(config, 'sliding_window', None) or math.inf  # Qwen3's is None if it is not used
     if window < pretrained.block_size:
-        raise ValueError(
-            f'{given} sees {window} tokens back, and model.py all of block_size={pretrained.block_size}: '
-            f'use --block_size={window} or less, or {INSTEAD}'
-        )
+        kinds = getattr(config, 'layer_types', None) or ['sliding_attention'] * config.num_hidden_layers
+        pattern = ''.join('S' if kind == 'sliding_attention' else 'L' for kind in kinds)
+        keys |= {'window_pattern': pattern, 'window_size': window} if 'S' in pattern else {}
     return ModelConfig(**keys)
 
 

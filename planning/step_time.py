@@ -26,7 +26,7 @@ from layout import FP32, Layout
 from model import ModelConfig, idle_numbers
 from planning import sizes, traffic
 from planning.memory import Plan
-from runtime import meter
+from system.devices import PEAK_FLOPS
 
 # What a GPU reaches, for use if nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention:
 # the same for FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an
@@ -68,7 +68,7 @@ def assumed(gpu, gpus, node_gpus):
         raise ValueError(f'gpu={gpu!r}: expected {", ".join(GPUS)}, or cpu with --measured and --links')
     check_nodes(gpus, node_gpus)
     kind = GPUS[gpu]
-    peak = next(peak for pattern, peak in meter.PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
+    peak = next(peak for pattern, peak in PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
     # In fp32 AdamW reads weight, gradient and two moments, and writes all but the gradient, which clipping reads again.
     update = 8 * FP32 / kind.memory
     device = Device(kind.matmul * peak, kind.attention * peak, kind.memory, update, peak, (1.0, 1.0), NOTHING_BESIDE)
@@ -215,10 +215,11 @@ def work(config, model, device):
     ((forward, backward) of a block, (forward, backward) of the rest): seconds of one micro-step on one rank.
 
     A matmul with P weights takes 2 P FLOPs per token, and its two gradients take twice that. Causal attention over T
-    tokens takes 2 T H D per token (two products, each with T/2 keys), and backward 2.5 times that, since it recomputes
-    the scores. Everything else is bound by memory: when compiled, a block reads or writes 8 C numbers per token for
-    norms and residuals, 2 (H + K) D for the rotation and 3 M for the activation, and twice as many in backward. The
-    loss computes its gradients by hidden states and head in forward already, and moves 8 bytes per logit.
+    tokens takes 2 T H D per token (two products, each with T/2 keys; with a window of w tokens, w - w^2 / 2T keys), and
+    backward 2.5 times that, since it recomputes the scores. Everything else is bound by memory: when compiled, a block
+    reads or writes 8 C numbers per token for norms and residuals, 2 (H + K) D for the rotation and 3 M for the
+    activation, and twice as many in backward. The loss computes its gradients by hidden states and head in forward
+    already, and moves 8 bytes per logit.
     """
     tokens = config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
     C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
@@ -227,7 +228,10 @@ def work(config, model, device):
         M = k * config['expert_hidden_dim'] + (8 if config.get('expert_parallel', 1) > 1 else 4) / 3 * k * C
     in_matmuls = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2)
     matmul = 2 * (in_matmuls - idle_numbers(model.blocks[0])) / device.matmul
-    attention = 2 * config['block_size'] * H * D / device.attention
+    T, pattern = config['block_size'], config.get('window_pattern') or 'L'
+    windows = [config['window_size'] if letter == 'S' else T for letter in pattern]
+    keys = sum(w - w * w / (2 * T) for w in windows) / len(windows)  # that a query meets, on average
+    attention = 4 * keys * H * D / device.attention
     other = sizes.BYTES[config['dtype']] * (8 * C + 2 * (H + K) * D + 3 * M) / device.memory
     forward, backward = matmul + attention + other, 2 * matmul + 2.5 * attention + 2 * other
     vocabulary = model.head.weight.shape[0]

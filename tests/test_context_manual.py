@@ -483,6 +483,14 @@ def test_what_does_not_fit_is_refused_with_what_would(changes, message):
         context_manual.check({'block_size': 64, 'dropout': 0.0, **changes}, layout_of('fsdp', 4, context=4), None)
 
 
+def test_windows_are_refused():
+    shape = ModelConfig(vocab_size=97, block_size=64, window_pattern='SSL', window_size=16)
+    with pytest.raises(ValueError, match='context_parallel=4 with window_pattern=SSL') as error:
+        keys = {'block_size': 64, 'dropout': 0.0, 'device': 'cpu', 'head_dim': 64}
+        context_manual.check(keys, layout_of('fsdp', 4, context=4), shape)
+    assert '\n' not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ('kind', 'message'),
     [('mistral', ' 8 tokens .*block_size=32'), ('gpt_neox', 'its attention')],

@@ -13,11 +13,12 @@ import sys
 import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_forked, run_script
-from precision import MARGIN, gap_of_choice, likeliest
+from precision import MARGIN, apart, error, gap_of_choice, likeliest
 from pretrained import POSITIONS, save_model
 from short import slow_but
 
 from evaluation import grading, scoring, tasks
+from model import GPT, ModelConfig
 
 EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
 WORDS = 'the cat sat on a mat, and ran to see that Größe of it was 17 -- or so'.split()
@@ -205,6 +206,30 @@ def test_choices_share_their_context_and_rows_are_no_longer_than_the_window():
     rows = scoring.rows_of(requests, 10, 5, shares=True)
     assert [len(row.tokens) for row in rows] == [4, 5] and sum(len(row.wanted) for row in rows) == 6
     assert [len(row.tokens) for row in scoring.rows_of(requests, 10, 64, shares=False)] == [4, 5, 3]
+
+
+@torch.no_grad()
+def test_choices_beside_each_other_are_scored_as_alone_where_layers_have_windows_and_logits_a_cap():
+    sizes = {'n_layer': 2, 'n_head': 2, 'n_embd': 24, 'vocab_size': 67, 'block_size': 64}
+    model = GPT(ModelConfig(arch='llama', window_pattern='SL', window_size=3, logit_softcap=2.0, **sizes)).eval()
+    for parameter in model.parameters():
+        parameter.normal_()
+    requests = [tasks.Request([7, 8, 9, 5, *choice], len(choice)) for choice in ([1, 2], [1, 3, 4], [5, 6, 2, 2])]
+
+    def nats(shares):
+        tokens, tree, places, targets, numbers = scoring.tensors_of(scoring.rows_of(requests, 0, 64, shares), 'cpu')
+        assert (tree is not None) == shares
+
+        def score(hidden, logits_of):
+            return scoring.score_tokens(hidden.flatten(0, 1)[places], logits_of, targets)
+
+        return torch.zeros(3).index_add_(0, numbers, model(tokens, attention=tree, then=score)[0])
+
+    alone = []
+    for tokens, n in requests:
+        log_probs = model(torch.tensor([tokens[:-1]]))[0, -n:].log_softmax(-1)
+        alone.append(log_probs[range(n), tokens[-n:]].sum())
+    assert error(nats(shares=True), alone) <= apart() and error(nats(shares=False), alone) <= apart()
 
 
 def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):

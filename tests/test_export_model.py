@@ -24,6 +24,7 @@ from runtime import checkpoint
 from text.tokenizer import END_OF_TEXT, GPT2_PATTERN, tokenizer_of
 
 COMPLETEP = ['--parametrization=completep', '--base_width=8', '--base_depth=2']  # n_embd=40, n_layer=3
+NEAR = ['--window_pattern=SL', '--window_size=5', '--logit_softcap=0.5']
 RUNS = {  # name: (script, its arguments, the class that transformers has for it)
     'gpt2': ('train_ddp.py', ['--arch=gpt2', '--dropout=0.1'], 'GPT2LMHeadModel'),
     'llama': ('train_fsdp.py', ['--arch=llama', '--n_kv_head=1', '--bias=True'], 'LlamaForCausalLM'),
@@ -40,7 +41,7 @@ RUNS = {  # name: (script, its arguments, the class that transformers has for it
         'Qwen3MoeForCausalLM',
     ),
     'biased_experts': ('train_fsdp.py', ['--arch=qwen3', '--n_experts=4', '--router_bias=0.01'], 'GPTForCausalLM'),
-    'gated': ('train_fsdp.py', ['--arch=qwen3', '--attention_gate'], 'GPTForCausalLM'),
+    'gated': ('train_fsdp.py', ['--arch=qwen3', '--attention_gate', *NEAR], 'GPTForCausalLM'),
 }
 TRAIN = ['--dataset=tiny', '--max_iters=3', '--global_batch_size=4', '--dtype=float32']
 TEXTS = [

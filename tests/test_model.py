@@ -5,6 +5,8 @@ import collections
 import contextlib
 import itertools
 import weakref
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from huggingface import convert
 from model import ARCHITECTURES, GPT, ChunkedCrossEntropy, ModelConfig, cross_entropy, pointwise_cross_entropy
 
 VOCAB_SIZE = 67  # padded to 128
+NEAR = {'window_pattern': 'SL', 'window_size': 5, 'logit_softcap': 2.0}  # windows and caps that matter in small models
 SMALL = {'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'mlp_hidden_dim': 56, 'vocab_size': VOCAB_SIZE, 'block_size': 24}
 
 
@@ -190,7 +193,10 @@ def reference_logits(model, x):
             query = rope(norm(query, block + 'attn.q_norm.weight'))
             key = rope(norm(key, block + 'attn.k_norm.weight'))
             scores = query @ key.transpose(-1, -2) / D**0.5
-            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float('-inf'))
+            places = torch.arange(T)
+            sees = range(config.window_size if config.windows[i] else T)  # how far back
+            sees = torch.isin(places[:, None] - places, torch.tensor(sees))
+            scores = scores.masked_fill(~sees, float('-inf'))
             y = scores.softmax(-1) @ value
             if not enoki:
                 y = y * torch.sigmoid(q[..., head * q_width + D : (head + 1) * q_width])
@@ -203,7 +209,10 @@ def reference_logits(model, x):
     return (norm(h, 'final_norm.weight') @ weights['head.weight'].T)[..., :VOCAB_SIZE]
 
 
-@pytest.mark.parametrize('keys', [{'arch': 'enoki'}, {'arch': 'qwen3', 'attention_gate': True, 'head_dim': 14}])
+GATED = {'arch': 'qwen3', 'attention_gate': True, 'head_dim': 14}
+
+
+@pytest.mark.parametrize('keys', [{'arch': 'enoki'}, GATED, {'arch': 'enoki', **NEAR}, {**GATED, **NEAR}])
 def test_enoki_and_the_gated_qwen3_equal_a_plain_reference(keys):
     model = make_model(**keys)
     randomise(model)
@@ -215,25 +224,28 @@ def test_enoki_and_the_gated_qwen3_equal_a_plain_reference(keys):
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def reference_loss(hidden, weight, targets, z_loss):
+def reference_loss(hidden, weight, targets, z_loss, cap=None):
     logits = (hidden @ weight.T)[:, :VOCAB_SIZE]
+    if cap:
+        logits = cap * (logits / cap).tanh()
     ce = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
     return ce + z_loss * (logits.logsumexp(-1) ** 2 * (targets >= 0)).sum(), ce
 
 
 @pytest.mark.parametrize('tokens_per_chunk', [1, 7, 1000])
-@pytest.mark.parametrize('z_loss', [0.0, 0.01])
+@pytest.mark.parametrize('z_loss, cap', [(0.0, None), (0.01, None), (0.01, 4.0)])
 @pytest.mark.parametrize('kernel', [cross_entropy, pointwise_cross_entropy])
-def test_chunked_loss_and_gradients_equal_a_float64_reference(monkeypatch, tokens_per_chunk, z_loss, kernel):
-    check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel)
+def test_chunked_loss_and_gradients_equal_a_float64_reference(monkeypatch, tokens_per_chunk, z_loss, cap, kernel):
+    check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel, cap)
 
 
 @pytest.mark.slow
 def test_the_compiled_loss_equals_a_float64_reference(monkeypatch):
-    check_chunked_loss(monkeypatch, 7, 0.01, torch.compile(pointwise_cross_entropy, dynamic=False))
+    check_chunked_loss(monkeypatch, 7, 0.01, torch.compile(pointwise_cross_entropy, dynamic=False), cap=4.0)
 
 
-def check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel):
+def check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel, cap):
+    kernel = partial(kernel, cap=cap)
     monkeypatch.setitem(model_module.LOGITS_BYTES, 'cpu', tokens_per_chunk * 4 * 128)
     generator = torch.Generator().manual_seed(tokens_per_chunk)
     hidden = torch.randn(37, 13, generator=generator, requires_grad=True)
@@ -244,10 +256,10 @@ def check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel):
     loss_sum, ce_sum = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, z_loss, True, kernel)
     (loss_sum * 0.25).backward()
     exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    exact_loss, exact_ce = reference_loss(exact_hidden, exact_weight, targets, z_loss)
+    exact_loss, exact_ce = reference_loss(exact_hidden, exact_weight, targets, z_loss, cap)
     (exact_loss * 0.25).backward()
     plain_hidden, plain_weight = (tensor.detach().clone().requires_grad_() for tensor in (hidden, weight))
-    plain_loss, plain_ce = reference_loss(plain_hidden, plain_weight, targets, z_loss)
+    plain_loss, plain_ce = reference_loss(plain_hidden, plain_weight, targets, z_loss, cap)
     (plain_loss * 0.25).backward()
 
     assert loss_sum.dtype == ce_sum.dtype == torch.float32 and not ce_sum.requires_grad
@@ -637,7 +649,9 @@ def continue_without_cache(model, prompt, max_new_tokens):
 
 
 GENERATING_MODELS = [{'arch': arch, 'tie_embeddings': False} for arch in ARCHITECTURES] + [
-    {'arch': 'qwen3', 'attention_gate': True, 'n_kv_head': 2, 'head_dim': 6}
+    {'arch': 'qwen3', 'attention_gate': True, 'n_kv_head': 2, 'head_dim': 6},
+    {'arch': 'llama', 'n_kv_head': 2, **NEAR},
+    {'arch': 'gpt2', **NEAR},
 ]
 PROMPTS = [[1, 2, 3, 4, 5], [17], [6, 5, 4, 3, 2, 1, 0, 9]]  # 24 is the block_size
 
@@ -737,10 +751,13 @@ LENGTHS = [[5, 12, 1, 6], [24], [1, 20, 3]]  # of the documents of three rows
 STARTS = torch.tensor([[0, 5, 17, 18], [0, 24, 24, 24], [0, 1, 21, 24]])
 
 
-@pytest.mark.parametrize('shape', [*ARCHITECTURES, 'gated'])
+SHAPES = {arch: {'arch': arch} for arch in ARCHITECTURES}
+SHAPES |= {'gated': {'arch': 'qwen3', 'attention_gate': True}, 'windows': {'arch': 'llama', **NEAR, 'window_size': 9}}
+
+
+@pytest.mark.parametrize('shape', SHAPES)
 def test_a_document_in_a_row_of_several_computes_what_it_does_alone(shape):
-    gated = {'arch': 'qwen3', 'attention_gate': True} if shape == 'gated' else {'arch': shape}
-    model = make_model(**gated, n_kv_head=2)
+    model = make_model(**SHAPES[shape], n_kv_head=2)
     randomise(model)
     x = make_tokens(3, 24)
     alone = [torch.cat([model(part[None])[0] for part in row.split(of)]) for row, of in zip(x, LENGTHS, strict=True)]
@@ -810,6 +827,12 @@ def test_on_a_gpu_documents_in_half_precision_need_no_mask():
         assert ('torch_attn._varlen_attn.default' in ops.names) == kernel
         assert ops.names['torch_attn._varlen_attn.default'] in (0, config.n_layer)  # kept, not computed again
         assert (3 * 24 * 24 in ops.sizes_of_masks) != kernel
+        with torch.device('meta'):
+            near = GPT(replace(config, window_pattern='SL', window_size=5), dtype)
+        with MetaOps() as ops:
+            near(tokens, tokens)[0].backward()
+        assert ops.names['torch_attn._varlen_attn.default'] == (config.n_layer if kernel else 0)
+        assert (24 * 24 in ops.sizes_of_masks) != kernel
 
 
 # --- counts and configuration -----------------------------------------------------------------------------------------
@@ -836,6 +859,8 @@ def test_counts_of_parameters_and_flops_are_exact(arch, tied):
     assert counts['norms'] == 2 * (2 * C + qk_norms) + C and 'other' not in counts
     with_head = 2 * block + C + rows * C
     assert model.flops_per_token() == 6 * with_head + 12 * 2 * (6 * 8) * 24
+    near = GPT(replace(model.config, window_pattern='SSL', window_size=5))  # both of the layers
+    assert near.flops_per_token() == 6 * with_head + 12 * 2 * (6 * 8) * 5
 
 
 @pytest.mark.parametrize('shape', [*ARCHITECTURES, 'gated'])
@@ -873,6 +898,12 @@ def test_configuration_is_filled_in_from_the_architecture():
         ({'vocab_size': None}, 'vocab_size=None'),
         ({'arch': 'llama', 'head_dim': 7}, 'head_dim=7: .*even'),
         ({'attention_gate': True}, 'only qwen3'),
+        ({'window_pattern': 'SGL', 'window_size': 8}, 'window_pattern=SGL: .*S .*L .*SSSL'),
+        ({'window_pattern': ''}, 'window_pattern=: .*SSSL'),
+        ({'window_pattern': 'SL'}, 'window_pattern=SL: .*--window_size=12'),
+        ({'window_size': 8}, 'window_size=8 with window_pattern=None.*leave window_size out'),
+        ({'window_pattern': 'L', 'window_size': 8}, 'window_size=8 with window_pattern=L'),
+        ({'window_pattern': 'SL', 'window_size': 24}, 'window_size=24 with block_size=24: expected 1 to 23, '),
         ({'parametrization': 'mup'}, "base_width=None with parametrization='mup': .*n_embd"),
         ({'base_width': 20}, "base_width=20 with parametrization='standard': .*--parametrization=mup"),
         ({'parametrization': 'mup', 'base_width': 20, 'base_depth': 1}, 'base_depth=1 .*n_layer'),

@@ -39,6 +39,7 @@ from pipeline_manual import Action
 from planning import activations, memory, sizes, traffic
 from runtime import health
 
+NEAR = dict(window_pattern='SLS', window_size=5, logit_softcap=0.3)
 LAYOUTS = [(p, v, m) for p in range(1, 7) for v in (1, 2, 3) for m in range(p, 3 * p + 1)]
 LAYOUTS = [(p, v, m) for p, v, m in LAYOUTS if v == 1 or (p > 1 and m % p == 0)]
 
@@ -114,11 +115,11 @@ SMALL = dict(n_layer=5, n_head=2, n_embd=24, mlp_hidden_dim=40, vocab_size=97, b
 CASES = {  # on 4 ranks; m micro-steps of 2 sequences per pipeline
     'gpt2 tied, 4 stages, m=p': dict(stages=4, micro_steps=4, model=dict(arch='gpt2')),
     'gpt2 untied, 4 stages, m=6': dict(stages=4, micro_steps=6, model=dict(arch='gpt2', tie_embeddings=False)),
-    'llama, 2 stages x 2': dict(stages=2, micro_steps=3, model=dict(arch='llama', n_kv_head=1)),
+    'llama, 2 stages x 2': dict(stages=2, micro_steps=3, model=dict(arch='llama', n_kv_head=1, **NEAR)),
     'enoki, 2 x 2 chunks x 2': dict(stages=2, chunks=2, micro_steps=4, model=dict(arch='enoki', z_loss=1e-3)),
     'qwen3 tied, 2 stages x 2': dict(stages=2, micro_steps=2, model=dict(arch='qwen3', tie_embeddings=True)),
     'gpt2 tied, 2 x 2 chunks x 2': dict(stages=2, chunks=2, micro_steps=2, model=dict(arch='gpt2')),
-    'llama, documents': dict(stages=4, micro_steps=5, model=dict(arch='llama'), documents=True),
+    'llama, documents': dict(stages=4, micro_steps=5, model=dict(arch='llama', **NEAR), documents=True),
     'llama, full checkpointing': dict(stages=2, micro_steps=2, model=dict(arch='llama'), checkpointing='full'),
     'llama, bf16': dict(stages=4, micro_steps=4, model=dict(arch='llama'), dtype='bfloat16'),
     'gpt2, bf16, checkpointing': dict(

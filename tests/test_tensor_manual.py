@@ -36,7 +36,8 @@ GPT2 = dict(arch='gpt2', **SIZES)
 ENOKI = dict(arch='enoki', head_dim=8, **SIZES)
 LLAMA = dict(arch='llama', n_kv_head=4, head_dim=8, **SIZES)
 GROUPED = dict(LLAMA, n_kv_head=2, z_loss=1e-3)
-QWEN3 = dict(arch='qwen3', n_kv_head=2, head_dim=8, attention_gate=True, tie_embeddings=True, **SIZES)
+NEAR = dict(window_pattern='SL', window_size=9, logit_softcap=0.3)  # logits have a deviation of 0.1 at first
+QWEN3 = dict(arch='qwen3', n_kv_head=2, head_dim=8, attention_gate=True, tie_embeddings=True, **NEAR, **SIZES)
 TIED_GATED = QWEN3 | dict(n_kv_head=4)
 MUP = dict(GROUPED, parametrization='completep', base_width=12, base_depth=1)
 STARTS = [[0, 32, 32, 32, 32, 32], [0, 1, 5, 17, 20, 21], [0, 8, 16, 24, 32, 32], [0, 3, 7, 11, 30, 31]]

@@ -28,6 +28,8 @@ FOLDERS = {
     'yarn': ('llama', {'rope_parameters': YARN}),
     'mistral': ('mistral', {'sliding_window': None}),
     'mistral, long window': ('mistral', {'sliding_window': 64}),
+    'mistral, window': ('mistral', {}),
+    'qwen2, windows': ('qwen2', {'use_sliding_window': True, 'sliding_window': 8, 'max_window_layers': 2}),
     'granite, plain': ('granite', {'logits_scaling': 1.0, 'attention_multiplier': 10**-0.5}),
     'qwen2': ('qwen2', {}),
     'qwen3': ('qwen3', {}),
@@ -140,7 +142,6 @@ CANNOT = {
     'bias': ('qwen3', {'attention_bias': True}, 'attention_bias=True'),
     'rotation': ('llama', {'rope_parameters': {**YARN, 'rope_type': 'dynamic'}}, "rope_type='dynamic'"),
     'yarn': ('llama', {'rope_parameters': {**YARN, 'attention_factor': 1.5}}, 'attention_factor=1.5'),
-    'window': ('mistral', {}, '--block_size=8'),
     'relu': ('gpt2', {'activation_function': 'relu'}, "activation_function='relu'"),
     'scale': ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx=True'),
 }

@@ -50,14 +50,19 @@ def test_a_ring_over_nodes_has_their_network_cards():
     assert step_time.ring(two_nodes, 16, stride=1).latency == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6)
 
 
-def test_a_step_without_communication_is_the_computation():
-    found = step_time.step(config_of('train_ddp.py'), 'ddp', cluster(1))
+@pytest.mark.parametrize(
+    ('windows', 'keys'),
+    [({}, 64), ({'window_pattern': 'SL', 'window_size': 2}, (64 + 2 - 2 / 128) / 2)],  # of a query, on average
+)
+def test_a_step_without_communication_is_the_computation(windows, keys):
+    found = step_time.step(config_of('train_ddp.py', **windows), 'ddp', cluster(1))
     # By hand: a block has (8 + 2 x 4) heads of 32 columns x 256, 8 x 32 x 256, and 3 matrices of 256 x 704.
     matrices = 16 * 32 * 256 + 256 * 256 + 3 * 256 * 704
     peak, memory = 989e12, 0.9 * 3.35e12
-    forward = 2 * matrices / (0.7 * peak) + 2 * 128 * 8 * 32 / (0.35 * peak)
+    attention = 4 * keys * 8 * 32 / (0.35 * peak)
+    forward = 2 * matrices / (0.7 * peak) + attention
     moved = 2 * (8 * 256 + 2 * (8 + 4) * 32 + 3 * 704) / memory
-    backward = 4 * matrices / (0.7 * peak) + 2.5 * 2 * 128 * 8 * 32 / (0.35 * peak) + 2 * moved
+    backward = 4 * matrices / (0.7 * peak) + 2.5 * attention + 2 * moved
     head = 6 * 1024 * 256 / (0.7 * peak) + 8 * 1024 / memory
     assert found['compute'] == pytest.approx(32 * 128 * (8 * (forward + moved + backward) + head))
     assert found['exposed'] == found['bubble'] == 0
