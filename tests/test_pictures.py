@@ -34,10 +34,8 @@ def test_ranks_hold_as_many_bytes_as_planned(held_by_all, name):
     strategy, keys = placements.STRATEGIES[name][0], placements.keys_of(name)
     model = empty_model(keys)
     for rank, held in enumerate(held_by_all[name]):
-        ranks = memory.plans(
-            keys, model, Layout.of(keys, strategy, placements.RANKS)
-        )  # of a pipeline one for each stage
-        planned = memory.held(ranks[rank if strategy == 'pipeline' else 0])
+        plans = memory.plans(keys, model, Layout.of(keys, strategy, placements.RANKS))
+        planned = memory.held(plans[rank if strategy == 'pipeline' else 0])  # stages differ
         assert FP32 * elements(held.own['weights']) == planned['weights']
         assert 2 * FP32 * elements(held.own['moments']) == planned['optimizer']
         gradients = [held.own['gradients'][key] | held.whole['gradients'][key] for key in held.own['gradients']]
