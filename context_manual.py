@@ -48,7 +48,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from huggingface.finetune import OWN_ATTENTION
 from layout import FP32, make_mesh
 from model import SAVED_OPS, ModelConfig, place_in_documents
 
@@ -79,6 +78,8 @@ def check(keys, layout, shape):
                 f'{given} with {windows}: leave context_parallel at 1, or window_pattern and window_size out'
             )
         return
+    from huggingface.finetune import OWN_ATTENTION  # here, since a model of model.py needs none of it
+
     text, reason = shape.config.get_text_config(), None
     rope = getattr(text, 'rope_parameters', None) or getattr(text, 'rope_scaling', None) or {}
     if shape.arch not in OWN_ATTENTION:

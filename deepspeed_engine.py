@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import optim
 from layout import FP32, numbers
+from model import ModelConfig
 
 INSTALL = 'pip install -r requirements-deepspeed.txt'
 BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
@@ -88,6 +89,10 @@ def package(device):
 
 def check(keys, layout, shape):
     """Raise ValueError for what DeepSpeed's engine, or train_deepspeed.py with it, cannot do."""
+    if isinstance(shape, ModelConfig) and shape.n_experts:
+        raise ValueError(
+            f'n_experts={shape.n_experts}: train_deepspeed.py has no mixtures of experts: use train_fsdp.py'
+        )
     stage, fp16 = keys['zero_stage'], keys['dtype'] == 'float16'
     for is_asked, what in (
         (keys['optimizer'] == 'muon', 'optimizer=muon: it needs whole matrices, ZeRO updates flat slices; use adamw'),

@@ -293,7 +293,7 @@ FOLLOWS_FROM = {
     'device': '',
 }
 REFUSED = ('lora_dropout', 'lora_rslora', 'modules_to_save')  # an error: without LoRA all weights would be trained
-DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
+DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # their weight decay is not times the learning rate
 CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
 READ_IF = {
     'train': {

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import moments
+from keys import DANA
 from layout import WHOLE
 from model import GPT, Attention, ExpertLinear
 from moments import in_parts, local
@@ -799,8 +800,6 @@ def shard_group(parameters):
 # multiplied by the learning rate, the DANA family's is not. Muon's learning rate of a matrix is divided by sqrt(m_N)
 # and not m_N: its update is 0.2 sqrt(max(rows, columns)) times one of norm 1, and the norm must not grow with m_N.
 
-DANA_FAMILY = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # weight decay is not times lr
-
 
 def scaled_groups(groups, model, optimizer):
     """
@@ -819,7 +818,7 @@ def scaled_groups(groups, model, optimizer):
         rate = 1.0
         if inside and inside[0].dim() == 2:
             rate = 1 / m_N**0.5 if group.get('update', optimizer) == 'muon' else 1 / m_N
-        decay = group['weight_decay'] / (1 if optimizer in DANA_FAMILY else rate)
+        decay = group['weight_decay'] / (1 if optimizer in DANA else rate)
         factors = {'lr_factor': rate, 'weight_decay': decay, 'eps': group['eps'] / (m_N * m_L)}
         found.append(group | {'params': inside} | factors)
     return [group for group in found if group['params']]

@@ -59,6 +59,10 @@ def check(keys, layout, shape):
     chunks their number must be a multiple of the stages, which otherwise would wait for each other in the order of
     arXiv 2104.04473.
     """
+    if shape.n_experts:
+        raise ValueError(
+            f'n_experts={shape.n_experts}: train_pipeline.py has no mixtures of experts: use train_fsdp.py'
+        )
     stages, chunks, n_layer, micro_steps = layout.stage, layout.chunks, keys['n_layer'], layout.micro_steps
     parts, pipelines = stages * chunks, layout.replicate
     if chunks > 1 and stages == 1:

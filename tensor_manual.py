@@ -65,6 +65,11 @@ def check(keys, layout, shape):
     ranks, given = layout.tensor, f'tensor_parallel={layout.tensor}'
     if not isinstance(shape, ModelConfig):
         raise ValueError(f'{given}: models of transformers are not cut; leave it at 1, FSDP shards them')
+    if shape.n_experts:
+        raise ValueError(
+            f'n_experts={shape.n_experts} with {given}: experts are not cut: leave it at 1, and use --expert_parallel, '
+            'or FSDP alone'
+        )
     if keys['optimizer'] == 'muon':
         raise ValueError(
             f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
@@ -228,7 +233,7 @@ class SplitHead(Head):
     def whole(self):
         return all_gather(self.weight[None], self.ranks.size, self.ranks.group)[0]
 
-    def loss(self, h, y, _):
+    def loss(self, h, y, _):  # on a GPU also uncompiled: torch.compile's kernel does not ask other ranks
         first = self.ranks.rank * self.weight.shape[0]
         kernel = partial(cross_entropy, first=first, normalise=partial(log_softmax, ranks=self.ranks))
         return super().loss(h, y, kernel)

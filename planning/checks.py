@@ -42,13 +42,6 @@ def check_optimizer(keys):
 def check_experts(keys, layout, n_experts):
     """Raise ValueError if a mixture of experts cannot be trained as the keys ask. ModelConfig checks its sizes."""
     given = f'n_experts={n_experts}'
-    if layout.strategy in ('pipeline', 'deepspeed'):
-        raise ValueError(f'{given}: train_{layout.strategy}.py has no mixtures of experts: use train_fsdp.py')
-    if layout.tensor > 1:
-        raise ValueError(
-            f'{given} with tensor_parallel={layout.tensor}: experts are not cut: leave it at 1, and use '
-            '--expert_parallel, or FSDP alone'
-        )
     if keys['heads']:
         why = 'the published rules are of dense models: leave heads out'
         raise ValueError(f'{given} with heads={keys["heads"]}: {why}')

@@ -12,8 +12,8 @@ import math
 
 import torch
 
+from keys import DANA
 from model import GPT, ModelConfig
-from optim import DANA_FAMILY
 
 RULE_VOCAB_SIZE = 50304  # GPT-2's 50257, padded, as the paper counts it
 RULE_BLOCK_SIZE = 2048  # tokens per sequence in the runs that were fitted
@@ -57,9 +57,9 @@ def fill_from_heads(config, explicit):
     Raises ValueError if there is no rule.
     """
     heads, arch, optimizer, lr_rule = (config[key] for key in ('heads', 'arch', 'optimizer', 'lr_rule'))
-    if heads is None and optimizer in (*DANA_FAMILY, 'adamw-decay'):  # the rules for decay need no heads
+    if heads is None and optimizer in (*DANA, 'adamw-decay'):  # the rules for decay need no heads
         filled = {'wd_ts': config['wd_ts'] or max(1, config['max_iters'] // 10)}
-        if optimizer in DANA_FAMILY and 'weight_decay' not in explicit:
+        if optimizer in DANA and 'weight_decay' not in explicit:
             filled['weight_decay'] = config['omega'] / filled['wd_ts']
         return filled, [f'optimizer={optimizer!r} set ' + ', '.join(f'{key}={filled[key]:.4g}' for key in filled)]
     if heads is None:
@@ -101,12 +101,12 @@ def fill_from_heads(config, explicit):
                 f'learning rate for the true {non_embedding:,} parameters, not for 12 n_embd^2 n_layer as published'
             )
     span = 'max_iters'
-    if optimizer in (*DANA_FAMILY, 'adamw-decay'):
+    if optimizer in (*DANA, 'adamw-decay'):
         settle(wd_ts=max(1, run['max_iters'] // 10))
         span = 'wd_ts'
-    rate = 1 if optimizer in DANA_FAMILY else run['learning_rate']  # others decay by learning rate x weight_decay
+    rate = 1 if optimizer in DANA else run['learning_rate']  # others decay by learning rate x weight_decay
     settle(weight_decay=config['omega'] / (rate * run[span]))
-    if 'weight_decay' in filled and 'learning_rate' in explicit and optimizer not in DANA_FAMILY:
+    if 'weight_decay' in filled and 'learning_rate' in explicit and optimizer not in DANA:
         formula = f'omega / (learning_rate * {span}) = {config["omega"]:g} / ({rate:g} * {run[span]})'
         notes.append(f'weight_decay={run["weight_decay"]:.4g} is {formula}; or set --weight_decay')
     values = [f'{key}={value:.4g}' if isinstance(value, float) else f'{key}={value}' for key, value in filled.items()]

@@ -98,7 +98,7 @@ def fill_data(run):
         raise ValueError(
             f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
         )
-    longest = max(getattr(source, 'longest', 0) for source in train_data.sources)
+    longest = max(source.longest for source in train_data.sources)
     if longest > config.block_size + 1:
         whole = longest - 1  # the last token is only ever a target
         most = min(whole, pretrained.positions or whole)

@@ -145,14 +145,10 @@ def check_frozen_dtype(run):
         return
     if config.init_from == 'scratch' or run.start_from:
         raise ValueError(f'{given} with init_from={config.init_from}: nothing is frozen there, leave frozen_dtype out')
-    keys = vars(config)
-    only = "only transformers' classes have LoRA and frozen parts"
     if config.native:
+        only = "only transformers' classes have LoRA and frozen parts"
         raise ValueError(f'{given} with native=True: {only}: leave native out, or frozen_dtype')
-    if run.strategy == 'pipeline' or keys.get('tensor_parallel', 1) > 1:
-        cut = 'train_pipeline.py' if run.strategy == 'pipeline' else f'tensor_parallel={keys["tensor_parallel"]}'
-        raise ValueError(f'{given} with {cut}: {only}, which are not cut: use train_fsdp.py without it')
-    if asked == 'nf4' and keys.get('fsdp_impl') == 'torch' and torch.__version__ < (2, 13):
+    if asked == 'nf4' and vars(config).get('fsdp_impl') == 'torch' and torch.__version__ < (2, 13):
         raise ValueError(
             f'{given}: fully_shard takes bytes from torch 2.13 on, this is {torch.__version__}: use --fsdp_impl=manual'
         )

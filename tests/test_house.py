@@ -14,11 +14,9 @@ from system.files import ROOMS
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 SCRIPTS |= {'evaluate.py', 'report.py'}
-LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.py', 'deepspeed_engine.py'}
+LESSONS = {f'{name}_manual.py' for name in ('fsdp', 'context', 'tensor', 'expert', 'pipeline')}
+LESSONS |= {'diloco.py', 'deepspeed_engine.py', 'float8.py'}
 FSDP = {'fsdp.py'}  # it chooses between torch's and fsdp_manual.py
-# These are lessons, too, but on a lower floor, since planning/ cuts models with them to see what a rank holds.
-TENSOR = {'tensor_manual.py', 'float8.py'}
-EXPERTS = {'expert_manual.py'}  # it imports ranks and slices from tensor_manual.py
 SHARED = {'data.py'}
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
 # Two files lie higher than the rest of their room: one measures replicas, one shows what a run would read.
@@ -30,8 +28,6 @@ FLOORS = [
     {'planning'},
     FSDP,
     LESSONS,
-    EXPERTS,
-    TENSOR,
     SHARED,
     {'text', 'huggingface'},
     {'dataset', 'exchange'},
@@ -69,7 +65,7 @@ def floor_of(name):
 
 def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
     at_the_top = {path.name for path in REPO.glob('*.py')}
-    assert at_the_top == SCRIPTS | FSDP | LESSONS | EXPERTS | TENSOR | SHARED | {
+    assert at_the_top == SCRIPTS | FSDP | LESSONS | SHARED | {
         'configurator.py',
         'keys.py',
         'layout.py',
@@ -106,7 +102,7 @@ def test_a_plain_run_reads_nothing_that_only_others_need():
         waiting += imports(name, at_the_top=True) - found
         found.add(name)
     rooms = {name.partition('/')[0] for name in found}
-    assert not rooms & {'huggingface', 'exchange', 'pool', 'comparison', *LESSONS, *FSDP, *TENSOR}
+    assert not rooms & {'huggingface', 'exchange', 'pool', 'comparison', *FSDP, *LESSONS - {'expert_manual.py'}}
     assert not found & {'planning/report.py', 'planning/memory.py', 'evaluation/in_run.py', 'text/sources.py'}
 
 

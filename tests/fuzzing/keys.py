@@ -112,8 +112,9 @@ def check_values(draw, folder):
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS = ('adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd')
-EXCHANGES = ('float32', 'bfloat16', 'int8', 'int4')
+OPTIMIZERS, SCHEDULES, EXCHANGES = (
+    knobs_of(REPO / 'train_diloco.py')[key].choices for key in ('optimizer', 'lr_schedule', 'exchange_dtype')
+)
 # What these keys are for, by --help: {key: (value, the key that decides, its values, those that read it)}.
 TABLE = {
     'prefetch': (2, 'fsdp_impl', ('torch', 'manual'), ('manual',)),
@@ -178,7 +179,7 @@ def check_effect(draw, folder):
         is_read = keys[other] in readers
     else:
         keys['optimizer'] = draw.choice(OPTIMIZERS)
-        keys['lr_schedule'] = draw.choice(['cosine', 'cos_inf', 'wsd', 'linear', 'constant'])
+        keys['lr_schedule'] = draw.choice(SCHEDULES)
         if compute is of_rules:
             keys |= {'heads': draw.choice([None, 8]), 'arch': 'enoki', 'global_batch_size': 32, 'vocab_size': 64}
             explicit |= {name: 'command line' for name in ('learning_rate', 'weight_decay') if some(draw, 0.3)}
