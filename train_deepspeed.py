@@ -38,7 +38,8 @@ import torch
 import data
 import deepspeed_engine
 import optim
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.watch import Watch
 from system import collectives
 from system.files import write_file

@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import torch
 
-from huggingface import finetune
 from layout import WHOLE, Ranks, Share
 from model import GPT, ModelConfig
 
@@ -27,6 +26,8 @@ def empty_model(config, device='meta'):
     """The model that a train script would make, without values. Raises ValueError for keys that give no model."""
     with torch.device(device):
         if 'transformers' in config:
+            from huggingface import finetune  # here, since a run from scratch needs none of it
+
             return finetune.for_training(finetune.Pretrained.from_keys(config, explicit=()))
         return GPT(ModelConfig.from_keys(config))
 

@@ -306,7 +306,7 @@ def test_dry_run_shows_what_heads_decided():
     run, _ = fill()
     model = model_of(run).to_dict()
     system = {'dtype': 'bfloat16', 'device': 'cuda:0', 'activation_checkpointing': 'none', 'keep_checkpoints': 2}
-    system |= {'min_lr': 3e-5, 'lr_decay_iters': run['max_iters']}  # as fill_in() makes them of None
+    system |= {'min_lr': 3e-5, 'lr_decay_iters': run['max_iters']}  # as runtime/fill.py makes them of None
     printed = ' '.join(report.dry_run(run | system | model, model, world_size=4).split())
     for said in (
         'rules of heads=8',
