@@ -61,14 +61,17 @@ def entries(train_keys=None, explicit=(), **changes):
 
 
 def test_an_axis_that_a_strategy_does_not_have_is_left_out_of_it():
-    runs = entries(strategies=['single', 'ddp', 'fsdp', 'fsdp_manual', 'diloco'], zero_stages=[1, 3])
-    assert list(runs) == ['single', 'ddp', 'fsdp-zero3', 'fsdp_manual-zero1', 'fsdp_manual-zero3', 'diloco']
+    strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'parallel', 'diloco']
+    runs = entries({'tensor_parallel': 2}, strategies=strategies, zero_stages=[1, 3])
+    zeros = ['fsdp-zero3', 'fsdp_manual-zero1', 'fsdp_manual-zero3', 'parallel-zero3']
+    assert list(runs) == ['single', 'ddp', *zeros, 'diloco']
     assert {label: entry['world_size'] for label, entry in runs.items() if entry['world_size'] != 2} == {'single': 1}
     keys = {label: entry['overrides'] for label, entry in runs.items()}
     assert keys['fsdp-zero3']['fsdp_impl'] == 'torch' and keys['fsdp_manual-zero1']['fsdp_impl'] == 'manual'
     assert keys['fsdp_manual-zero1']['zero_stage'] == 1 and 'zero_stage' not in keys['ddp']
     assert keys['diloco']['num_replicas'] == 2 and keys['diloco']['inner_steps'] == 10
-    assert runs['diloco']['script'] == 'train_diloco.py'
+    assert runs['diloco']['script'] == 'train_diloco.py' and runs['parallel-zero3']['script'] == 'train_parallel.py'
+    assert [label for label in keys if 'tensor_parallel' in keys[label]] == ['parallel-zero3']
 
 
 def test_a_strategy_without_any_of_the_stages_is_left_out_with_a_line():

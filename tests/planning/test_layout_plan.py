@@ -103,7 +103,7 @@ def test_the_hosts_part_in_what_is_waited_for_counts_once(script, strategy):
 
 
 def test_the_ring_of_context_parallelism_sends_what_traffic_counts():
-    config = config_of(context_parallel=4)
+    config = config_of('train_parallel.py', context_parallel=4)
     model = sizes.empty_model(config)
     fast = cluster(8, compute=1e12)
     fast = fast._replace(within=step_time.Link(1e9, 1e9, 0.0, 0.0))
