@@ -12,7 +12,6 @@ Further questions, each with its keys under a heading below:
     python compare.py --plan config/llama_8b.py --gpus=64 --gpu=h100 --node_gpus=4     # which layout on a cluster?
     python compare.py --bench_links --nproc=4                          # how fast are its links?
     python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md; --slurm
-    python compare.py config/coordinate_check.py                       # does the rate suit larger models?
     python compare.py --plot out/a out/b                               # the loss curves of any runs?
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # or other keys of metrics.jsonl
 
@@ -66,7 +65,6 @@ class Config:
     at_once = 1  # runs of a sweep at the same time, which share the cores [>= 1]
     slurm: bool | str = False  # run a sweep as jobs; may give options for sbatch: --slurm='--time=1:00:00'
     element: int | None = None  # used by jobs of --slurm: do the run with this number in out_dir/jobs.json [>= 0]
-    coordinates = {}  # axis -> size -> keys: do activations keep their size in each recipe? docs/sweeps.md
     # what do curves look like?
     plot = []  # --plot OUT_DIR OUT_DIR ...: only draw the loss of these runs [path]
     keys = []  # --plot: draw these keys of metrics.jsonl instead, such as --keys=grad_norm,val_bpb
@@ -93,7 +91,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import coordinates, jobs, page, plots, results, run_matrix, sweep, verdict
+from comparison import jobs, page, plots, results, run_matrix, sweep, verdict
 from comparison.results import folder_of
 from system import errors, processes
 from system.files import ROOT, read_json
@@ -432,19 +430,6 @@ def main_of_sweep(folder, config, train_keys, explicit):
     return 0 if ended_well else 1
 
 
-def check_coordinates(folder, config, train_keys, explicit):
-    """Train a few steps at each size, in this process, and write the slopes of the activations and a picture."""
-    rows = coordinates.measure_all(config, train_keys, explicit)
-    text = coordinates.table(rows)
-    print(f'\n{text}\n', flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    results.write(folder / 'table.md', text + '\n')
-    results.write_json(folder / 'coordinates.json', rows)
-    if importlib.util.find_spec('matplotlib'):
-        plots.plot_coordinates(rows, coordinates.PARTS, folder / 'coordinates.png')
-    print(f'{folder}: {", ".join(sorted(path.name for path in folder.iterdir() if path.is_file()))}')
-
-
 def main(config, train_keys, explicit):
     """Do what the keys ask for; returns the exit code."""
     if config.plot:
@@ -462,9 +447,6 @@ def main(config, train_keys, explicit):
     folder = Path(config.out_dir or (time.strftime('out/bench-%Y%m%d-%H%M%S') if config.bench else 'out/compare'))
     if config.element is not None:
         return do_element(folder, config)
-    if config.coordinates:
-        check_coordinates(folder, config, train_keys, explicit)
-        return 0
     if config.sweep or config.recipes or config.sizes:
         return main_of_sweep(folder, config, train_keys, explicit)
     if config.analyze:

@@ -39,7 +39,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from keys import FOLLOWS_FROM, MOVED, OTHER_TRAINERS, READ_IF, REFUSED
+from keys import FOLLOWS_FROM, GONE, MOVED, OTHER_TRAINERS, READ_IF, REFUSED
 
 VERSION = '0.9.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
@@ -290,7 +290,9 @@ def find(key, knobs, script, given, advice=''):
         return knobs[key]
     key = key.replace('-', '_')
     owner = None if key in knobs else owner_of(key, script)  # in knobs except for a hyphen: then it is the closest name
-    if owner:
+    if key in GONE:
+        hint = f'it is gone, {GONE[key][1]}'
+    elif owner:
         hint = f'{owner} has it'
     elif theirs := [names for names in OTHER_TRAINERS if key in names.split()]:
         hint = f'here it is {OTHER_TRAINERS[theirs[0]]}'
@@ -400,6 +402,17 @@ def run_config_file(path, values):
     return {name: namespace[name] for name in namespace.assigned if name[0] != '_' and name in namespace}
 
 
+def refuse_gone(keys, what, advice):
+    """Raises ValueError if the keys are those of a run that used something of GONE. what: "the checkpoint was trained".
+    advice: what else the user can do."""
+    for word, (is_used, instead) in GONE.items():
+        if is_used(keys):
+            used = f'{word}={keys[word]}' if word in keys else word
+            raise ValueError(
+                f'{what} with {used}, which is gone, {instead}: {advice}, or use the code of commit 83d2e81'
+            )
+
+
 # --- KEYS WITHOUT EFFECT ----------------------------------------------------------------------------------------------
 
 
@@ -499,7 +512,8 @@ def checked(value, knob, given):
     found = fitting(value, knob)
     is_wrong = not found or any(is_outside(number, knob.bounds) for number in numbers_in(found[0]))
     if is_wrong or (knob.bounds and isinstance(found[0], list) and len(numbers_in(found[0])) < len(found[0])):
-        raise Mistake(f'{given} expects {expected(knob)}, given {value!r}')
+        gone = f'; it is gone, {GONE[value][1]}' if isinstance(value, str) and value in GONE else ''
+        raise Mistake(f'{given} expects {expected(knob)}, given {value!r}{gone}')
     return at_home(found[0]) if 'path' in knob.tags else found[0]
 
 

@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from huggingface.finetune import OWN_ATTENTION
-from layout import make_mesh
+from layout import FP32, make_mesh
 from model import SAVED_OPS, ModelConfig, place_in_documents
 
 aten = torch.ops.aten
@@ -89,6 +89,29 @@ def check(keys, layout, shape):
         reason = f'its rotation depends on the length of what a rank has (rope_type={rope["rope_type"]})'
     if reason:
         raise ValueError(f'{given}: {shape.arch} cannot share sequences: {reason}; leave it at 1')
+
+
+def keys_and_values(plan):
+    """(numbers in the keys and values of a layer on one rank, bytes of each). On a CPU attention computes in fp32."""
+    each = 2 * plan.keys['n_kv_head'] * plan.keys['head_dim'] // plan.layout.tensor
+    return plan.tokens * each, plan.compute_bytes if plan.on_cuda else FP32
+
+
+def holds(plan):
+    """Of one layer, what travels: keys and values, and their gradients in fp32. A ring has those of 2 ranks, and 3
+    gradients; 'gather' has those of all ranks, and their gradients as they are computed and as they are sent."""
+    (numbers, size), ranks = keys_and_values(plan), plan.layout.context
+    kept, gradients = (2, 3) if plan.keys['context_impl'] == 'ring' else (ranks, 2 * ranks)
+    return {'travelling': numbers * (kept * size + gradients * FP32)}
+
+
+def sends(plan):
+    """See "What crosses the wire?" above. If backward repeats forward, keys and values travel once more."""
+    (numbers, size), ranks = keys_and_values(plan), plan.layout.context
+    passes = 3 if plan.recomputes else 2
+    hops = ranks if plan.keys['context_impl'] == 'ring' else ranks - 1
+    of_layer = numbers * (passes * (ranks - 1) * size + hops * FP32)
+    return {'keys and values': plan.layout.micro_steps * plan.blocks * of_layer}
 
 
 class Context:

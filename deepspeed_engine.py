@@ -17,8 +17,10 @@ Written for deepspeed 0.19: places_in_zero(), gradients(), refresh() and forget_
 import contextlib
 import difflib
 import io
+import itertools
 import json
 import logging
+import math
 import os
 import warnings
 
@@ -27,8 +29,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import optim
+from layout import FP32, numbers
+
 INSTALL = 'pip install -r requirements-deepspeed.txt'
 BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
+# Defaults of DeepSpeed 0.19 for stage 3, in numbers. Parameters up to the first size always stay whole. Larger ones
+# stay whole only if they are needed again before more than the second number of others has been used.
+PERSISTENT, REUSE = 10**5, 10**9
 LEFT_OUT = (None, 'auto')  # values in a user's file that are replaced by ours
 SECTIONS_OF_KEYS = {  # sections of a user's file that keys of the script decide, so they may hold nothing but "auto"
     'optimizer': '--optimizer, --learning_rate, --weight_decay, ...',
@@ -78,21 +86,103 @@ def package(device):
     return deepspeed
 
 
-def refuse_unsupported(config):
-    """Raise ValueError for what DeepSpeed's engine, or this script with it, cannot do. config: all keys, resolved."""
-    stage, fp16 = config['zero_stage'], config['dtype'] == 'float16'
+def check(keys, layout, shape):
+    """Raise ValueError for what DeepSpeed's engine, or train_deepspeed.py with it, cannot do."""
+    stage, fp16 = keys['zero_stage'], keys['dtype'] == 'float16'
     for is_asked, what in (
-        (config['optimizer'] == 'muon', 'optimizer=muon: it needs whole matrices, ZeRO updates flat slices; use adamw'),
+        (keys['optimizer'] == 'muon', 'optimizer=muon: it needs whole matrices, ZeRO updates flat slices; use adamw'),
         (
-            config['optimizer_dtype'] != 'float32',
-            f'optimizer_dtype={config["optimizer_dtype"]}: its flat slices know no rows; leave it out',
+            keys['optimizer_dtype'] != 'float32',
+            f'optimizer_dtype={keys["optimizer_dtype"]}: its flat slices know no rows; leave it out',
         ),
-        (config['compile'] and stage == 3, 'compile=True with zero_stage=3: use --compile=False or --zero_stage=2'),
-        (config['cpu_offload'] == 'params' and stage != 3, f'cpu_offload=params with zero_stage={stage}: it needs 3'),
-        (fp16 and config['device'] == 'cpu', 'dtype=float16 on a CPU: use --dtype=bfloat16'),
+        (keys['compile'] and stage == 3, 'compile=True with zero_stage=3: use --compile=False or --zero_stage=2'),
+        (keys['cpu_offload'] == 'params' and stage != 3, f'cpu_offload=params with zero_stage={stage}: it needs 3'),
+        (fp16 and keys['device'] == 'cpu', 'dtype=float16 on a CPU: use --dtype=bfloat16'),
     ):
         if is_asked:
             raise ValueError(f'DeepSpeed cannot train with {what}, or train with train_fsdp.py')
+
+
+# --- what a rank holds and sends --------------------------------------------------------------------------------------
+
+
+def holds(plan):
+    """
+    States of ZeRO as in DeepSpeed 0.19 with its defaults, and activations.
+
+    Unlike our FSDP, ZeRO holds a second copy of the weights in the compute dtype, even if that is fp32: whole, or in
+    stage 3 a slice, with small parameters whole. Stage 1 holds a whole fp32 gradient: in bf16 always, otherwise while
+    several micro-steps add up. In fp32, stages 1 and 2 hold the gradients of whole parameters, see
+    reaching_into_slices().
+    """
+    keys, ranks, compute = plan.keys, plan.layout.ranks, plan.compute_bytes
+    stage, whole, trainable = keys['zero_stage'], numbers(plan.weights.all), numbers(plan.weights.trained)
+    small = numbers(small_parameters(plan)) if ranks > 1 else 0  # on one rank the slice is everything
+    part = math.ceil(trainable / ranks)
+    host = 'host ' if keys['cpu_offload'] != 'none' else ''
+    host_of_slices = 'host ' if keys['cpu_offload'] == 'params' else ''
+    sums_whole = stage == 1 and keys['dtype'] == 'bfloat16' and not host
+    gradient_numbers = trainable if sums_whole else part
+    if stage < 3 and keys['dtype'] == 'float32' and not host and trainable == whole:
+        gradient_numbers = reaching_into_slices(plan.model, ranks)
+
+    weights = {'weights': compute * (small if stage == 3 else whole)}
+    for place, size in ((host_of_slices, compute * math.ceil(whole / ranks) * (stage == 3)), (host, FP32 * part)):
+        weights[f'{place}weights'] = weights.get(f'{place}weights', 0) + size
+    parts = weights | {
+        f'{host}gradients': FP32 * gradient_numbers,
+        f'{host}optimizer': FP32 * optim.MOMENTS[keys['optimizer']] * part,
+    }
+    if stage == 1 and plan.layout.micro_steps > 1 and not sums_whole:
+        parts['accumulated'] = FP32 * (trainable - (0 if host else gradient_numbers))
+    if stage == 3 and ranks > 1:
+        parts['gathered'] = compute * min(whole - small, REUSE)
+    used = min(BUCKET, trainable)
+    bucket = 2 * BUCKET if plan.on_cuda else used  # 2: one fills, one is reduced; hosts touch only what is used
+    bytes_per_number = compute if stage == 2 else FP32
+    parts['reduction'] = bytes_per_number * bucket + (FP32 * used if bytes_per_number < FP32 else 0)
+    return parts | plan.activations.parts()
+
+
+def small_parameters(plan):
+    """Those that stage 3 keeps whole on every rank."""
+    return [parameter for parameter in plan.weights.all if parameter.numel() <= PERSISTENT]
+
+
+def reaching_into_slices(model, ranks):
+    """
+    Numbers in all parameters that rank 0's slices have a part of, if every parameter is trained. ZeRO lays out the
+    parameters of each optimizer group in order, and cuts them into equal slices of an even number of elements.
+    """
+    found = 0
+    for group in optim.parameter_groups(model, weight_decay=0.0):
+        ends = [*itertools.accumulate((parameter.numel() for parameter in group['params']), initial=0)]
+        end_of_slice = 2 * math.ceil(ends[-1] / 2 / ranks)
+        found += next((end for end in ends if end >= end_of_slice), ends[-1])
+    return found
+
+
+def sends(plan):
+    """
+    Gradients are reduced in fp32: in stage 1 after the last micro-step, in the others after each; in stages 1 and 2 by
+    all-reduce. Updated weights are gathered, in stage 3 in each micro-step, and there twice those that are used too far
+    apart to be kept (this follows from DeepSpeed's source; no test has such a model). A run's first step gathers more.
+    """
+    stage, micro_steps, ranks = plan.keys['zero_stage'], plan.layout.micro_steps, plan.layout.ranks
+    whole, trainable, compute = numbers(plan.weights.all), numbers(plan.weights.trained), plan.compute_bytes
+    of_others = (ranks - 1) / ranks
+    if stage < 3:
+        reductions = micro_steps if stage == 2 else 1
+        return {
+            'all-gather': of_others * compute * trainable,
+            'all-reduce': 2 * of_others * FP32 * trainable * reductions,
+        }
+    large = whole - numbers(small_parameters(plan))
+    again = max(0, large - REUSE // 2)  # forward and backward pass what lies behind it: twice
+    return {
+        'all-gather': of_others * compute * (whole - large + micro_steps * (large + again)),
+        'reduce-scatter': of_others * FP32 * trainable * micro_steps * (1 if plan.on_cuda else 2),  # see fsdp.sends()
+    }
 
 
 # --- its configuration ------------------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ How a bucket is averaged over M replicas (rank i of each replica exchanges with 
 
 So all replicas end up with the same bits, and each rank sends 2 (M-1)/M times its shard, in the dtype of the exchange.
 For 4 replicas of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per replica and round. exchange/codec.py has the
-dtypes. In 'top2bit' each replica sends only its largest numbers (SparseLoCo, arXiv 2508.15706), and sends them to all
-others: see Outer._average_largest().
+dtypes.
 """
 
 import hashlib
@@ -42,10 +41,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from exchange.codec import BLOCKS, BYTES, decode, decode_top2bit, encode, encode_top2bit, kept
+from exchange.codec import BLOCKS, BYTES, SCALES, decode, encode
 from exchange.collectives import all_to_all, gather
+from layout import FP32
 
 BUCKET, CACHED = 2**22, 2**17  # numbers exchanged at a time, 16 MB of fp32; numbers that stay in a core's cache
+# What a replica has learned while an exchange was in flight is not in its average. So of its own parameters it keeps
+# this share, the alpha of Streaming DiLoCo, which also has 0.5. Without overlap there is nothing to keep.
+KEPT = 0.5
 OVERLAPPED_CTAS = 4  # at most, for NCCL while the GPU computes: each keeps one of an H100's 132 multiprocessors busy
 # Of a fragment, in steps: when it was last sent, up to which step its anchors know what was learned, when all replicas
 # last had the same parameters, and when the exchange in flight is to be applied.
@@ -57,6 +60,28 @@ Bucket = namedtuple('Bucket', 'first end pieces sizes')
 # What an exchange reports: inner products of the replicas' pseudo-gradients (M, M), the bytes that this rank sent, and
 # [(kind, begin, end)] of its computations and transfers.
 Told = namedtuple('Told', 'gram bytes spans')
+
+
+def holds(plan):
+    """Anchors and outer momentum in fp32, with error feedback what rounding lost, and the fragment in flight. (The rest
+    is FSDP's, of a rank that shards its replica.)"""
+    keys, weights = plan.keys, plan.weights
+    trained = weights.count(weights.trained)
+    keeps_error = keys['error_feedback'] and keys['exchange_dtype'] != 'float32'
+    outer = FP32 * (2 + keeps_error) * trained
+    outer += FP32 * trained // keys['num_fragments'] if keys.get('overlap_steps') else 0
+    on_host = keys['outer_on_host'] or keys['cpu_offload'] == 'params'
+    return {'host outer' if on_host else 'outer': outer}
+
+
+def sends(plan):
+    """The all-to-all and the all-gather of the docstring above, each (M-1)/M of this rank's shard, in the dtype of the
+    exchange, once in inner_steps."""
+    keys, replicas, dtype = plan.keys, plan.layout.replica, plan.keys['exchange_dtype']
+    trained = plan.weights.count(plan.weights.trained)
+    bytes_per_number = BYTES[dtype] + (SCALES[dtype] / BLOCKS[dtype] if dtype in SCALES else 0)
+    half = (replicas - 1) * bytes_per_number * trained / replicas / keys['inner_steps']
+    return {'reduce-scatter': half, 'all-gather': half}
 
 
 def digest(tensors):
@@ -73,20 +98,14 @@ def digest(tensors):
 class Fragment:
     """Parameters that are exchanged together, with their anchors, outer momentum and the exchange in flight."""
 
-    def __init__(self, index, parameters, offset, home, pinned, with_error, bucket, whole):
-        """parameters: {name: parameter}. offset: the fragment is sent after steps with step % inner_steps == offset.
-
-        whole: no bucket ends inside of a parameter; it ends with the parameter that reaches a multiple of `bucket`.
-        """
+    def __init__(self, index, parameters, offset, home, pinned, with_error, bucket):
+        """parameters: {name: parameter}. offset: the fragment is sent after steps with step % inner_steps == offset."""
         self.index, self.parameters, self.offset = index, parameters, offset
         self.places, size = {}, 0  # name -> (first, end) among the fragment's numbers
         for name, parameter in parameters.items():
             self.places[name] = (size, size + local(parameter).numel())
             size = self.places[name][1]
         edges = [*range(0, size, bucket), size]
-        if whole:
-            ends = [end for _, end in self.places.values()]
-            edges = sorted({0, *(min(end for end in ends if end >= edge) for edge in edges[1:])})
         self.buckets = [self.bucket(first, end) for first, end in zip(edges, edges[1:], strict=False)]
         self.anchor = torch.empty(size, device=home, pin_memory=pinned)
         self.momentum = torch.zeros(size, device=home, pin_memory=pinned)
@@ -157,10 +176,8 @@ class Outer:
     group: process group of the ranks that hold this shard, one in each replica. timeout: timedelta of an exchange.
     inner_steps: H. num_fragments: P; each is sent every H steps, so that one is sent every H/P steps.
     overlap_steps: steps from sending a fragment to landing it.
-    mix: alpha of theta = alpha * theta + (1 - alpha) * anchor, when a fragment lands.
-    dtype: of the exchange, a key of BYTES. k: how many of each 4096 numbers top2bit sends.
-    error_feedback: keep what an exchange lost by rounding, and add it to the next one; top2bit always does so.
-    error_decay: what that is multiplied by. None: 0.95 for top2bit, 1 for others.
+    dtype: of the exchange, a key of BYTES.
+    error_feedback: keep what an exchange lost by rounding, and add it to the next one.
     on_host: anchors, momentum and errors in (pinned) host memory. bucket: numbers exchanged at a time.
     own: {name: tensor} that each replica has for itself and never exchanges, such as the load of its experts.
     in_whole: function (name, tensor) for tensors(), which says what part of a whole parameter this tensor is, if the
@@ -171,8 +188,8 @@ class Outer:
     """
 
     def __init__(
-        self, parameters, update, group, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32',
-        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None, error_decay=None, k=64, own=(), in_whole=None,
+        self, parameters, update, group, inner_steps, num_fragments=1, overlap_steps=0, dtype='float32',
+        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None, own=(), in_whole=None,
     ):  # fmt: skip
         self.parameters, self.update, self.own = dict(parameters), update, dict(own)
         self.in_whole = in_whole or (lambda name, tensor: tensor)
@@ -187,7 +204,7 @@ class Outer:
             options._timeout = timeout or options._timeout  # else torch warns that new_group()'s overrides it
         self.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, pg_options=options)
         self.replicas, self.replica = len(ranks), dist.get_rank(group)
-        self.inner_steps, self.overlap_steps, self.mix, self.dtype = inner_steps, overlap_steps, mix, dtype
+        self.inner_steps, self.overlap_steps, self.dtype = inner_steps, overlap_steps, dtype
         self.device, self.on_host = first.device, on_host and first.is_cuda
         self.on_cuda = self.device.type == 'cuda'
         # An exchange runs beside the computation: in a stream of the GPU, or on a CPU in a thread. Exchanges run one at
@@ -195,15 +212,13 @@ class Outer:
         self.stream = torch.cuda.Stream(self.device) if self.on_cuda else None
         self.thread = None if self.on_cuda else ThreadPoolExecutor(max_workers=1, thread_name_prefix='exchange')
 
-        sparse = dtype == 'top2bit'
-        self.k, self.error_decay = k, (0.95 if sparse else 1.0) if error_decay is None else error_decay
-        with_error = (error_feedback or sparse) and dtype != 'float32' and self.replicas > 1
+        with_error = error_feedback and dtype != 'float32' and self.replicas > 1
         home = torch.device('cpu') if self.on_host else self.device
         self.fragments = []
         for index, names in enumerate(assign_to_fragments(self.parameters, num_fragments)):
             members = {name: self.parameters[name] for name in names}
             offset = (index + 1) * inner_steps // num_fragments % inner_steps
-            self.fragments.append(Fragment(index, members, offset, home, self.on_host, with_error, bucket, sparse))
+            self.fragments.append(Fragment(index, members, offset, home, self.on_host, with_error, bucket))
         assert sum(len(fragment.parameters) for fragment in self.fragments) == len(self.parameters)
         self.restart_from_parameters(step=0)
         self.reset_health()
@@ -246,25 +261,21 @@ class Outer:
             fragment.delta = torch.empty_like(fragment.anchor, device=self.device)
             fragment.flights = [self._start_exchange(fragment, bucket) for bucket in fragment.buckets]
             return
-        mix = 0.0 if last else self.mix
         for bucket in fragment.buckets:  # one is exchanged while the one before it is applied
             fragment.flights.append(self._start_exchange(fragment, bucket))
             if len(fragment.flights) == 2:
-                self._outer_step(*fragment.flights.pop(0), fragment, mix)
-        self.land(fragment, step, mix)
+                self._outer_step(*fragment.flights.pop(0), fragment, kept=0)
+        self.land(fragment, step, kept=0)
 
     @torch.no_grad()
-    def land(self, fragment, step, mix=None):
-        """Wait for a fragment's average, take the outer step with it, and let the parameters go on from the anchors.
-
-        Without fragment_mix this drops what the replica has learned during the exchange, like alpha = 0 in the paper.
-        """
-        mix = self.mix if mix is None else mix
+    def land(self, fragment, step, kept=KEPT):
+        """Wait for a fragment's average, take the outer step with it, and let the parameters go on from the anchors, of
+        which they keep this share of themselves."""
         for flight in fragment.flights:
-            self._outer_step(*flight, fragment, mix)
+            self._outer_step(*flight, fragment, kept)
         fragment.flights, fragment.delta, fragment.lands_at = [], None, None
         fragment.anchored_at = fragment.sent_at
-        if mix == 0:
+        if kept == 0:
             fragment.equal_at = step
 
     def _start_exchange(self, fragment, bucket):
@@ -278,18 +289,14 @@ class Outer:
         if self.replicas == 1:
             return bucket, delta, None
         error = None if fragment.error is None else fragment.error[first:end]
-        average, shapes = self._average, None
-        if self.dtype == 'top2bit':
-            shapes = [local(parameter).shape for parameter, *_ in pieces]
-            average, shapes = self._average_largest, [shape for shape in shapes if shape.numel()]
         if self.thread:
-            return bucket, delta, self.thread.submit(average, delta, error, shapes)
+            return bucket, delta, self.thread.submit(self._average, delta, error)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            told = average(delta, error, shapes)
+            told = self._average(delta, error)
             return bucket, delta, (self.stream.record_event(), told)
 
-    def _outer_step(self, bucket, delta, handle, fragment, mix):
+    def _outer_step(self, bucket, delta, handle, fragment, kept):
         """Wait for the average of a bucket, take the outer step with it, and let the parameters go on from there."""
         first, end, pieces, sizes = bucket
         with self._timed('wait'):
@@ -306,8 +313,8 @@ class Outer:
                 anchor.copy_(here[0], non_blocking=True)
                 momentum.copy_(here[1], non_blocking=True)
             anchors = here[0].split(sizes)
-            if mix:  # theta = mix * theta + (1 - mix) * anchor
-                torch._foreach_lerp_(parts_of(pieces), anchors, 1 - mix)
+            if kept:  # theta = kept * theta + (1 - kept) * anchor
+                torch._foreach_lerp_(parts_of(pieces), anchors, 1 - kept)
             else:
                 torch._foreach_copy_(parts_of(pieces), anchors)
 
@@ -321,14 +328,14 @@ class Outer:
         return handle[1]
 
     @torch.no_grad()
-    def _average(self, delta, error, _):
+    def _average(self, delta, error):
         """Turn delta, flat fp32, into the average over the replicas, in place. Runs in the thread or the stream."""
         replicas, n, spans = self.replicas, len(delta), []
         multiple = BLOCKS.get(self.dtype, 4)
         part = -(-n // (replicas * multiple)) * multiple  # numbers that one replica averages
         with self._timed('compute', spans):
             if error is not None:
-                delta.add_(error.to(self.device, non_blocking=True), alpha=self.error_decay)
+                delta.add_(error.to(self.device, non_blocking=True))
             padded = torch.zeros(replicas * part, device=self.device)
             padded[:n] = delta
             encoded = encode(padded.view(replicas, part), self.dtype)  # (replicas, bytes)
@@ -353,38 +360,6 @@ class Outer:
             delta.copy_(decode(gathered, self.dtype).flatten()[:n])
             gram = (theirs @ theirs.T).double()
         return Told(gram, (replicas - 1) * (encoded.shape[1] + encoded_mine.shape[1]), spans)
-
-    @torch.no_grad()
-    def _average_largest(self, delta, error, shapes):
-        """_average() with only a few numbers of each replica (SparseLoCo, arXiv 2508.15706).
-
-            a_m = error_decay * e_m + delta_m;   D_m = Q(top-k(a_m));   e_m = a_m - D_m;   delta = mean of all D_m
-
-        The mean always divides by the number of replicas, even where only a few have sent a number. delta: flat, of
-        tensors with these shapes.
-        """
-        replicas, spans = self.replicas, []
-        with self._timed('compute', spans):
-            if error is not None:
-                delta.add_(error.to(self.device, non_blocking=True), alpha=self.error_decay)
-            flat = delta.split([shape.numel() for shape in shapes])
-            encoded = encode_top2bit([part.view(shape) for part, shape in zip(flat, shapes, strict=True)], self.k)
-        with self._timed('transfer', spans):
-            gathered = gather(encoded, replicas, self.group)
-        with self._timed('compute', spans):
-            sent = [decode_top2bit(payload, shapes, self.k) for payload in gathered]  # [(places, numbers)]
-            if error is not None:
-                places, numbers = sent[self.replica]
-                delta[places] -= numbers
-                error.copy_(delta, non_blocking=True)
-            delta.zero_()
-            gram = torch.empty(replicas, replicas, dtype=torch.float64, device=self.device)
-            for replica, (places, numbers) in enumerate(sent):  # all replicas add in this order: the same bits
-                theirs = torch.zeros_like(delta)
-                theirs[places] = numbers
-                gram[replica] = torch.stack([theirs[others] @ values for others, values in sent])
-                delta.add_(theirs, alpha=1 / replicas)
-        return Told(gram / replicas, (replicas - 1) * len(encoded), spans)  # each has all, health() adds them up
 
     # --- exchanged by somebody else (pool/replica.py) ---------------------------------------------------------------
 
@@ -586,8 +561,7 @@ class Outer:
     def rehearse(self, numbers, dtype):
         """Time an exchange of this many numbers, all zeros: returns (seconds, how many of them were computation)."""
         scratch = {'scratch': torch.zeros(numbers, device=self.device)}
-        home, whole = self.fragments[0].anchor.device, dtype == 'top2bit'
-        fragment = Fragment(0, scratch, 0, home, self.on_host, False, BUCKET, whole)
+        fragment = Fragment(0, scratch, 0, self.fragments[0].anchor.device, self.on_host, False, BUCKET)
         fragment.anchor.zero_()
         run_dtype, self.dtype = self.dtype, dtype
         self.reset_health()
@@ -600,11 +574,7 @@ class Outer:
         return seconds, computing
 
     def round_bytes(self, dtype):
-        """Bytes that this rank sends in a round, without scales: 2 N b (M-1)/M for its shard of N numbers of b bytes,
-        and in top2bit N b (M-1), where N counts only the numbers that are sent."""
-        if dtype == 'top2bit':
-            shapes = [local(parameter).shape for parameter in self.parameters.values()]
-            return BYTES[dtype] * sum(int(kept(shape, self.k).sum()) for shape in shapes) * (self.replicas - 1)
+        """Bytes that this rank sends in a round, without scales: 2 N b (M-1)/M, for a shard of N numbers of b bytes."""
         numbers = sum(len(fragment.anchor) for fragment in self.fragments)
         return 2 * numbers * BYTES[dtype] * (self.replicas - 1) / self.replicas
 
@@ -633,7 +603,7 @@ def parts_of(pieces):
 
 def check(keys, layout, shape):
     """Raises ValueError if the keys of DiLoCo do not fit together."""
-    config = {'num_fragments': 1, 'overlap_steps': 0, 'fragment_mix': 0.0, **keys}  # train_pool.py has no such keys
+    config = {'num_fragments': 1, 'overlap_steps': 0, **keys}  # train_pool.py has no such keys
     steps, fragments, overlap = config['inner_steps'], config['num_fragments'], config['overlap_steps']
     if steps > config['max_iters']:
         raise ValueError(
@@ -647,9 +617,4 @@ def check(keys, layout, shape):
         raise ValueError(
             f'overlap_steps={overlap}: expected less than inner_steps / num_fragments = {steps / fragments:g}, '
             'an exchange lands before the next one begins'
-        )
-    if config['exchange_dtype'] == 'top2bit' and config['outer_momentum']:
-        raise ValueError(
-            f'exchange_dtype=top2bit with outer_momentum={config["outer_momentum"]}: what it has not sent yet is its '
-            'momentum; use --outer_momentum=0 --outer_lr=1'
         )

@@ -88,6 +88,24 @@ def check(keys, layout, shape):
         )
 
 
+def rows_of_experts(plan):
+    """Rows that arrive at a rank's experts per layer and micro-step, if all experts get equally many: as many as its
+    own tokens send. At most it is expert_parallel times that, if all ranks choose only this rank's experts."""
+    return plan.tokens * plan.keys['experts_per_token']
+
+
+def holds(plan):
+    """Nothing more: the rows that travel are activations, and count as such."""
+    return {}
+
+
+def sends(plan):
+    """See "What crosses the wire?" above. If routers are not balanced, some ranks send more, others less."""
+    ranks, exchanges = plan.layout.expert, 6 if plan.recomputes else 4
+    nbytes = rows_of_experts(plan) * plan.keys['n_embd'] * plan.compute_bytes
+    return {'tokens of experts': plan.layout.micro_steps * plan.blocks * exchanges * (ranks - 1) / ranks * nbytes}
+
+
 def split(model, ranks, share=None):
     """Keep this rank's part of a GPT's experts, in place; from here on the model computes together with other ranks.
 

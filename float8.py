@@ -169,7 +169,7 @@ KEYS |= dict.fromkeys(('up', 'gate'), ('n_embd', 'mlp_hidden_dim'))
 def check(config, layout, model):
     """Returns [a line for the log]. Raises ValueError for a run that cannot multiply in 8 bits.
 
-    config: all keys, resolved. model: planning.sizes.part_of_rank(config), with a rank's part of each matrix.
+    config: all keys, resolved. model: of planning.sizes.part_of_rank(config), with a rank's part of each matrix.
     """
     given, or_without = 'matmul_dtype=float8', 'or leave matmul_dtype out'
     on_cuda = config['device'].startswith('cuda')

@@ -179,10 +179,8 @@ class OuterKeys:
     inner_steps = 100  # H: steps that replicas train between exchanges: more for slow links, fewer for the loss [>= 1]
     outer_lr = 0.7  # of the outer Nesterov step; 1 with outer_momentum=0 averages the parameters [> 0]
     outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds [>= 0, < 1]
-    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # of what replicas send
-    exchange_k = 64  # top2bit: of each 4096 numbers (64 x 64 of a matrix) send this many, the largest [>= 1, <= 4096]
-    error_feedback = False  # keep rounding errors (4 bytes per parameter) and send them next time; top2bit: always
-    error_decay: float | None = None  # errors are sent times this; None = 0.95 for top2bit, else 1 [>= 0, <= 1]
+    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4'] = 'float32'  # of what replicas send
+    error_feedback = False  # keep rounding errors (4 bytes per parameter) and send them next time
     # diloco [per job]
     outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params the exchange, too
     plan = False  # measure steps and link, print what other inner_steps and exchange_dtypes would cost, and train
@@ -241,6 +239,23 @@ OTHER_TRAINERS = {
     'shuffle': 'none: the data are always shuffled, by seed',
     'optimizer_in_bwd': 'none: the step comes after backward',
     'master_port nproc_per_node local_rank': "torchrun's own flags",
+}
+
+# What earlier versions had: {a key, or a value of one: (whether a run with these keys used it, what to do instead)}. It
+# is said to who types it, and to who goes on with a run that used it. The code of commit 83d2e81 has all of it.
+INT4 = 'exchange_dtype=int4 with error_feedback=True reaches the same loss for about as few bytes'
+GONE = {
+    'top2bit': (lambda keys: keys.get('exchange_dtype') == 'top2bit', INT4),
+    'exchange_k': (lambda keys: False, INT4),  # no other exchange_dtype has read it
+    'error_decay': (
+        lambda keys: keys.get('error_feedback') and keys.get('error_decay') not in (None, 1),
+        'errors are sent whole',
+    ),
+    'fragment_mix': (
+        lambda keys: keys.get('fragment_mix', 0) != (0.5 if keys.get('overlap_steps') else 0),
+        'it is 0.5 with overlap_steps, and 0 without',
+    ),
+    'coordinates': (lambda keys: False, '`python benchmarks/coordinates.py` does that'),
 }
 
 # {script: {a key that it had in earlier versions: the script that has it now, and goes on with its runs}}
@@ -349,14 +364,9 @@ READ_IF = {
         'eval_tasks_interval eval_tasks_limit eval_tasks_chat': ('with --eval_tasks', lambda run: run.eval_tasks),
         'prefetch': ('with --fsdp_impl=manual', lambda run: run.fsdp_impl == 'manual'),
         'context_impl': ('with --context_parallel=2 or more', lambda run: run.context_parallel > 1),
-        'exchange_k': ('with --exchange_dtype=top2bit', lambda run: run.exchange_dtype == 'top2bit'),
         'error_feedback': (
             'with an --exchange_dtype that rounds',
             lambda run: run.exchange_dtype != 'float32',
-        ),
-        'error_decay': (
-            'with --exchange_dtype=top2bit, or --error_feedback=True and one that rounds',
-            lambda run: run.exchange_dtype == 'top2bit' or (run.error_feedback and run.exchange_dtype != 'float32'),
         ),
     },
     'sample.py': {
@@ -386,7 +396,7 @@ READ_IF = {
         'keys output': ('with --plot', lambda run: run.plot),
         'seeds at_once': (
             'with a sweep: --sweep, recipes or sizes in a config file',
-            lambda run: run.sweep or run.recipes or run.sizes or run.coordinates,
+            lambda run: run.sweep or run.recipes or run.sizes,
         ),
         'inner_steps': (
             'with diloco among --strategies',

@@ -190,6 +190,12 @@ WHOLE = Share()  # of a rank that has everything
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
+FP32 = 4  # bytes of a number of the master weights, their gradients and moments
+
+
+def numbers(parameters):
+    return sum(parameter.numel() for parameter in parameters)
+
 
 def accumulation_steps(global_batch_size, batch_size, ranks):
     """

@@ -138,6 +138,12 @@ def hidden_matrices(model):
     return {parameter: rows for parameter, rows in hidden.items() if parameter not in others}
 
 
+def moments_of(model, optimizer):
+    """{parameter: how many numbers the optimizer keeps for each of its own}, of those that are trained."""
+    hidden = hidden_matrices(model) if optimizer == 'muon' else ()
+    return {p: MOMENTS[optimizer] - (p in hidden) for p in model.parameters() if p.requires_grad}
+
+
 def assert_each_in_one_group(model, groups):
     found = sorted(id(parameter) for group in groups for parameter in group['params'])
     trainable = sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
@@ -325,7 +331,9 @@ UPDATES = {
     'dana-star-mk4': Update(('exp_avg', 'exp_avg_sq', 'tau'), dana_star_scalars, dana_star_mk4),
     'ademamix': Update(('exp_avg', 'exp_avg_slow', 'exp_avg_sq'), ademamix_scalars, ademamix),
 }
-OPTIMIZERS = (*UPDATES, 'muon', 'sgd')
+# How many numbers each optimizer keeps for one of a parameter; Muon one less for the matrices that it trains itself.
+MOMENTS = {name: len(update.moments) for name, update in UPDATES.items()} | {'muon': 2, 'sgd': 0}
+OPTIMIZERS = tuple(MOMENTS)
 
 
 class Elementwise(torch.optim.Optimizer):

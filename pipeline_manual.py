@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layout import counted
+from layout import FP32, counted, numbers
 from model import GPT, LLAMA_STYLE
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
@@ -216,6 +216,55 @@ class Stage(GPT):
         for number in self.of(part):
             h = self.blocks[str(number)](h, None, attention)
         return h if part < self.last else self.loss(self.finished(h), y)
+
+
+def message_bytes(plan):
+    """Bytes of the activations that one micro-step sends from one part to the next. With tensor parallelism a rank
+    sends only some of the tokens."""
+    return plan.tokens // plan.layout.tensor * plan.keys['n_embd'] * plan.compute_bytes
+
+
+def holds(plan):
+    """
+    Whole weights, gradients and moments of the stage, its weights cast to half precision, and activations of all
+    micro-steps on their way. 'reduction' is what the exchange of gradients needs beyond the room that activations
+    leave.
+    """
+    keys, layout, stage, step = plan.keys, plan.layout, plan.stage, plan.activations
+    stages, chunks = layout.stage, layout.chunks
+    held, at_ends = numbers(plan.weights.all), numbers(plan.weights.root)
+    largest_part = max(blocks_of_parts(keys, stages * chunks)[stage::stages])
+    warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
+    in_flight = min(warm_up + 1, chunks * layout.micro_steps)
+    activations = in_flight * (largest_part * step.block + message_bytes(plan)) + step.outside_of_blocks()
+    logits = step.loss if plan.ends[1] else 0
+    exchanged = at_ends * (stages > 1)  # a tied embedding
+    if layout.replicate > 1:
+        exchanged = max(at_ends, numbers(plan.weights.block))
+    parts = {
+        'weights': FP32 * held,
+        'gradients': FP32 * held,
+        'optimizer': plan.moment_bytes(),
+        'gathered': (held - at_ends) * plan.compute_bytes * (keys['dtype'] != 'float32'),
+        'activations': activations,
+        'logits': logits,
+        'reduction': max(0, FP32 * exchanged - activations - logits),
+    }
+    on_host = in_flight * largest_part * step.block_on_host
+    parts |= {'workspace': step.workspace} if step.workspace else {}
+    return parts | ({'host activations': on_host} if on_host else {})
+
+
+def sends(plan):
+    """See "What crosses the wire?" above. Nothing comes before the first part, or behind the last."""
+    layout, copies = plan.layout, plan.layout.replicate
+    is_first, is_last = plan.ends
+    messages = layout.micro_steps * (2 * layout.chunks - is_first - is_last)
+    tied = [plan.model.embed.weight] if plan.model.holds_tied and layout.stage > 1 else []
+    return {
+        'point-to-point': messages * message_bytes(plan) + FP32 * numbers(tied),
+        'all-reduce': 2 * (copies - 1) * FP32 * numbers(plan.weights.all) / copies,
+    }
 
 
 # --- how it works with the others -------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from exchange import collectives
-from layout import Share, Slice
+from layout import FP32, Share, Slice
 from model import SAVED_OPS, Head, Linear, ModelConfig, cross_entropy
 from optim import local
 
@@ -94,6 +94,27 @@ def check(keys, layout, shape):
             or_so = f', or tensor_parallel={" or ".join(divisors)} with all sizes as they are' if divisors else ''
             advice = f'use --{key}={" or ".join(map(str, others))}{or_so}'
             raise ValueError(f'{given} does not divide {names[key]}: {advice}')
+
+
+# Collectives of a block in a micro-step: 4 in forward, 4 in backward, and those that are recomputed.
+COLLECTIVES = {'none': 8, 'selective': 10, 'full': 11, 'offload': 11}
+
+
+def holds(plan):
+    """What arrives and what leaves, before it is put in order. (The rest is that of a smaller model.)"""
+    return {'travelling': 2 * plan.tokens * plan.keys['n_embd'] * plan.compute_bytes}
+
+
+def sends(plan):
+    """See "What crosses the wire?" above; and once per step, in fp32, what sum_partial_gradients() sums."""
+    keys, ranks, (has_embedding, has_head) = plan.keys, plan.layout.tensor, plan.ends
+    times = plan.blocks * COLLECTIVES[keys['activation_checkpointing']] + 2 * (has_embedding + has_head)
+    bytes_per_token = times * keys['n_embd'] * plan.compute_bytes / ranks + 3 * FP32 * has_head
+    uncut = [parameter for name, parameter in plan.weights.named.items() if plan.share.slices[name].dim is None]
+    return {
+        'activations': plan.layout.micro_steps * (ranks - 1) * plan.tokens * bytes_per_token,
+        'all-reduce': 2 * (ranks - 1) * FP32 * plan.weights.count(uncut) / ranks,
+    }
 
 
 class Split:

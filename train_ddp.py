@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 import data
 import optim
 from expert_manual import balance_experts
-from runtime.begin import begin, initialise, make_model, order_buckets
+from runtime.begin import begin, make_model, order_buckets
+from runtime.first_weights import initialise
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'ddp')  # ranks, device, data; every key that the run needs now has a value

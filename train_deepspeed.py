@@ -38,14 +38,15 @@ import torch
 import data
 import deepspeed_engine
 import optim
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.watch import Watch
 from system import collectives
 from system.files import write_file
 
+if config.compile is None and config.zero_stage == 3:
+    config.compile = False  # off by default, as DeepSpeed's hooks would break the graphs
 run = begin(config, explicit, 'deepspeed')  # ranks, device, data; every key that the run needs now has a value
-config.compile = config.compile and (config.zero_stage < 3 or 'compile' in explicit)  # off by default under stage 3
-deepspeed_engine.refuse_unsupported(vars(config))
 engine_config = deepspeed_engine.configuration(vars(config), run.layout.micro_steps, config.deepspeed_config)
 if not config.dry_run:
     deepspeed = deepspeed_engine.package(run.device)  # the import, or one line on what to install

@@ -29,7 +29,6 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
     # diloco [result]
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo) [>= 1]
     overlap_steps = 0  # inner steps that go on while an exchange is in flight; its result is applied after them [>= 0]
-    fragment_mix = 0.0  # alpha: an exchange leaves alpha * own parameters + (1 - alpha) * the outer ones [>= 0, < 1]
     # diloco [per job]
     verify = False  # check on this model and these machines that replicas compute what they should, and stop
 
@@ -49,7 +48,8 @@ from expert_manual import balance_experts
 from layout import Ranks
 from model import is_load
 from runtime import checkpoint, health
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.log import Journal
 from runtime.watch import Watch
 from system import collectives, processes
@@ -92,10 +92,9 @@ trained = {name: parameter for name, parameter in raw_model.named_parameters() i
 loads = {name: buffer for name, buffer in raw_model.named_buffers() if is_load(name)}
 make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
-    num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,
+    num_fragments=config.num_fragments, overlap_steps=config.overlap_steps,
     dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
-    timeout=timedelta(seconds=config.timeout_s), error_decay=config.error_decay, k=config.exchange_k,
-    own=loads, in_whole=functools.partial(checkpoint.in_whole, run.share),
+    timeout=timedelta(seconds=config.timeout_s), own=loads, in_whole=functools.partial(checkpoint.in_whole, run.share),
 )  # fmt: skip
 outer = make_outer()
 

@@ -31,7 +31,8 @@ import data
 import fsdp
 import optim
 from expert_manual import balance_experts
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value

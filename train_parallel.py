@@ -45,7 +45,8 @@ import tensor_manual
 from expert_manual import balance_experts
 from layout import Ranks
 from runtime import health
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value

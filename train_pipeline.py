@@ -35,7 +35,8 @@ import pipeline_manual
 import tensor_manual
 from layout import Ranks
 from runtime import health
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'pipeline')  # ranks, device, data; every key that the run needs now has a value

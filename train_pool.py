@@ -48,7 +48,8 @@ from pool.replica import Replica, number_of_replicas
 from pool.round_costs import StoreRoundCosts
 from pool.rows import checksums_of_frozen
 from runtime import checkpoint, health
-from runtime.begin import begin, initialise, make_model
+from runtime.begin import begin, make_model
+from runtime.first_weights import initialise
 from runtime.log import Journal
 from runtime.watch import NOTHING_DUE, Watch
 from system import errors, processes
@@ -87,9 +88,8 @@ def outer_step(theta, pseudo_gradient, momentum):
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
 outer = diloco.Outer(
     trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
-    dtype=config.exchange_dtype,
-    error_feedback=config.error_feedback, on_host=config.outer_on_host, timeout=timedelta(seconds=config.timeout_s),
-    error_decay=config.error_decay, k=config.exchange_k,
+    dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
+    timeout=timedelta(seconds=config.timeout_s),
 )  # fmt: skip
 
 # --- JOIN THE POOL ----------------------------------------------------------------------------------------------------

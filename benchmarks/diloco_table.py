@@ -33,7 +33,6 @@ from benchmarks.slow_link import NoSlowLink, RowWatch, SlowLink
 # (docs/log.md: "an outer momentum of 0.9 is far too much for short runs").
 NESTEROV = ['--outer_lr=0.7', '--outer_momentum=0.6']
 TWO = ['--num_replicas=2', *NESTEROV]
-AVERAGE = ['--num_replicas=2', '--outer_lr=1', '--outer_momentum=0']
 METHODS = {  # name -> script, keys; train_diloco.py also gets inner_steps
     'ddp': ('train_ddp.py', []),
     'ddp-muon': ('train_ddp.py', ['--optimizer=muon']),
@@ -46,9 +45,7 @@ METHODS = {  # name -> script, keys; train_diloco.py also gets inner_steps
     'diloco-0.1-0.9': ('train_diloco.py', ['--num_replicas=2', '--outer_lr=0.1', '--outer_momentum=0.9']),
     'muloco': ('train_diloco.py', [*TWO, '--optimizer=muon']),
     'int4': ('train_diloco.py', [*TWO, '--exchange_dtype=int4', '--error_feedback']),
-    'average': ('train_diloco.py', AVERAGE),  # what SparseLoCo does without its compression
-    'sparseloco-1024': ('train_diloco.py', [*AVERAGE, '--exchange_dtype=top2bit', '--exchange_k=1024']),
-    'sparseloco': ('train_diloco.py', [*AVERAGE, '--exchange_dtype=top2bit', '--exchange_k=128']),
+    'average': ('train_diloco.py', ['--num_replicas=2', '--outer_lr=1', '--outer_momentum=0']),
 }
 
 

@@ -82,8 +82,8 @@ def main():
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         config = SimpleNamespace(
             exchange=f'{folder}/pool', out_dir=folder, max_iters=arguments.rounds + 3, inner_steps=1, quorum=1,
-            num_replicas=arguments.jobs, grace_s=60.0, exchange_dtype=arguments.dtype, exchange_k=64, error_decay=None,
-            error_feedback=False, checkpoint_interval=0, keep_deltas=False, replay=False,
+            num_replicas=arguments.jobs, grace_s=60.0, exchange_dtype=arguments.dtype, error_feedback=False,
+            checkpoint_interval=0, keep_deltas=False, replay=False,
         )  # fmt: skip
         replica = Replica(config, outer, {}, print)
         profile = cProfile.Profile()

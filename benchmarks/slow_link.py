@@ -257,7 +257,7 @@ EVERY_20, EVERY_100 = {100: 120, 10: 80}, {100: 300, 10: 300}
 # 400 steps are 20 rounds of 20 steps or 4 of 100. Nesterov with momentum 0.5 needs 4 / (1 - 0.5)^2 = 16 rounds, and 4
 # rounds are too few for any, so the long ones take the plain average of the replicas.
 NESTEROV, AVERAGE = ['--outer_momentum=0.5'], ['--outer_lr=1', '--outer_momentum=0']
-STREAMING = ['--num_fragments=4', '--exchange_dtype=int8', '--error_feedback', '--fragment_mix=0.5']
+STREAMING = ['--num_fragments=4', '--exchange_dtype=int8', '--error_feedback']
 CASES = {
     'ddp': Case('train_ddp.py', [], 1, {100: 60, 10: 12}, ddp_bytes),
     'fsdp': Case('train_fsdp.py', [], 1, {100: 40, 10: 10}, fsdp_bytes),

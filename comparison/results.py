@@ -29,8 +29,7 @@ WARM_UP = 10  # first steps, not timed: allocations, compilation, new buckets; a
 MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_ddp.py')).items() if 'result' in knob.tags}
 MATHEMATICS = MATHEMATICS - {'num_epochs', 'lr_rule'} | {'norm_eps', 'packed'}
 # With another value of one of these keys than here, DiLoCo's losses are not those of the other strategies.
-EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
-EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
+EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0, 'exchange_dtype': 'float32'}
 
 
 @dataclass

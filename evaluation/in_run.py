@@ -1,7 +1,7 @@
 """
 Scores on tasks (see evaluation/tasks.py), for evaluate.py and during a training run.
 
-    tasks = tasks_of(config, layout, pretrained, device)  # before the run begins: read and tokenize them
+    tasks = tasks_of(keys, layout, pretrained, device)    # before the run begins: read and tokenize them
     row.update(tasks.scores(model, step, log.say, watchdog.at))  # {'piqa/acc': 0.52, 'piqa/acc_stderr': 0.01, ...}
 """
 
@@ -105,8 +105,6 @@ class Evaluation:
         before each forward pass. Collective. Compiled models run in eager mode here, since shapes vary. What is not
         finite is a warning: whether such a run goes on is for its losses to decide."""
         row = {}
-        if not self.tasks:
-            return row
         with torch.compiler.set_stance('force_eager'):
             try:
                 for task, numbers, line, _ in self.run(model, beat=lambda: at('evaluation', step)):
@@ -139,20 +137,19 @@ def encoder_of(pretrained, tokenizer, chat_template_kwargs=None):
     return TransformersEncoder(tokenizer, ends, chat_template_kwargs)
 
 
-def tasks_of(config, layout, pretrained, device):
-    """The Evaluation of a train script's eval_tasks, which may be none. Raises ValueError as Evaluation does, and if
-    the dataset of the run has no tokenizer."""
-    encoder, files = None, vars(config).get('eval_tasks', [])  # train_pipeline.py has none
-    if files and pretrained:
-        tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
+def tasks_of(keys, layout, pretrained, device):
+    """The Evaluation of a train script's eval_tasks. Raises ValueError as Evaluation does, and if the dataset of the
+    run has no tokenizer."""
+    if pretrained:
+        tokenizer = load_transformers_tokenizer(pretrained.folder, keys['trust_remote_code'])
         tokenizer.chat_template = pretrained.chat_templates or tokenizer.chat_template
         encoder = encoder_of(pretrained, tokenizer)
-    elif files:
+    else:
         try:
-            encoder = NativeEncoder(tokenizer_of(data.folder_of(vars(config))))
+            encoder = NativeEncoder(tokenizer_of(data.folder_of(keys)))
         except (ValueError, OSError) as error:
-            raise ValueError(f'eval_tasks needs the tokenizer of dataset={config.dataset}: {error}') from error
-    options = {'tensor_parallel': layout.tensor}
-    if files:
-        options |= {'as_chat': config.eval_tasks_chat, 'limit': config.eval_tasks_limit}
-    return Evaluation(files, encoder, config.block_size, pretrained, config.batch_size, device, **options)
+            raise ValueError(f'eval_tasks needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
+    return Evaluation(
+        keys['eval_tasks'], encoder, keys['block_size'], pretrained, keys['batch_size'], device,
+        tensor_parallel=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],
+    )  # fmt: skip

@@ -267,7 +267,7 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
         theta.sub_(pseudo_gradient)
 
     # Data parallelism by hand: gradients averaged over the replicas in every step, plain SGD.
-    outer = make_outer(update=average, inner_steps=1, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32')
+    outer = make_outer(update=average, inner_steps=1, num_fragments=1, overlap_steps=0, dtype='float32')
     for step in range(steps):
         gradients = gradients_of(step)
         for gradient in gradients:
@@ -292,7 +292,7 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
 
     # Rounds with the run's own outer settings, shortened.
     rounds, fragments = 2, len(make_outer().fragments)
-    outer = make_outer(inner_steps=max(2, fragments), overlap_steps=0, mix=0.0)
+    outer = make_outer(inner_steps=max(2, fragments), overlap_steps=0)
     equal = train(outer, rounds * outer.inner_steps)
     torch._foreach_copy_(weights(), start)
     detail = f'{rounds} rounds, {outer.dtype}, {fragments} fragments'

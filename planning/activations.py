@@ -12,7 +12,6 @@ import contextlib
 import logging
 import weakref
 from dataclasses import dataclass, replace
-from functools import partial
 from unittest import mock
 
 import torch
@@ -25,7 +24,7 @@ import expert_manual
 import model as model_module
 from huggingface import lora, nf4
 from planning.compiled import compile_without_gpu
-from planning.sizes import part_of_rank
+from planning.sizes import make_part
 
 # The activations of one micro-step on one rank do not depend on these keys, so layouts that differ in no other keys
 # have them computed once.
@@ -50,6 +49,11 @@ class MicroStep:
     block_on_host: int = 0  # of one block
     is_compiled: bool = False  # whether the blocks were counted as compiled
     workspace: int = 0  # of CUDA's matmuls
+    n_layer: int = 0  # how many blocks it has, or 0 if that is not known
+
+    def outside_of_blocks(self):
+        """What embedding and head keep and need besides the loss, if there are few_blocks()."""
+        return max(0, self.peak() - self.loss - self.n_layer * self.block)
 
     def peak(self):
         return max(self.kept + max(self.loss, self.backward), self.end)
@@ -66,22 +70,30 @@ class MicroStep:
 NOT_KNOWN = MicroStep()
 
 
+def few_blocks(config):
+    """How many blocks tell what any number of them needs. Of activation_checkpointing=offload the inputs of two blocks
+    stay on the GPU."""
+    return 3 if config['activation_checkpointing'] == 'offload' else 2
+
+
 def micro_step(config, strategy):
     """The MicroStep of a run, or NOT_KNOWN.
 
     Because all blocks are alike, that of the whole model is extrapolated from a model of a few blocks, which takes a
     tenth of the time. Results are kept, because compare.py --plan asks for the same ones again and again.
     """
-    few = 3 if config['activation_checkpointing'] == 'offload' else 2  # inputs of two blocks stay on the GPU
-    n_layer = config['n_layer'] if 'transformers' in config else min(few, config['n_layer'])
+    n_layer = config['n_layer'] if 'transformers' in config else min(few_blocks(config), config['n_layer'])
     one = {**config, 'n_layer': n_layer}
     if 'expert_parallel' in one:  # with balanced routers as many rows arrive as with more ranks
         one['expert_parallel'] = min(2, one['expert_parallel'])
     key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
     if key not in known_steps:
-        known_steps[key] = step_of(partial(part_of_rank, one), one, strategy != 'ddp')
+        known_steps[key] = step_of(lambda device: make_part(one, device)[0], one, strategy != 'ddp')
     step, more = known_steps[key], config['n_layer'] - n_layer
-    return replace(step, kept=step.kept + more * step.block, host=step.host + more * step.block_on_host)
+    if step == NOT_KNOWN:
+        return step
+    kept, host = step.kept + more * step.block, step.host + more * step.block_on_host
+    return replace(step, kept=kept, host=host, n_layer=config['n_layer'])
 
 
 def step_of(make_model, config, is_sharded):

@@ -5,15 +5,8 @@ and by compare.py --plan.
     lines = checks.check(keys, layout, shape)   # raises ValueError, whose text is what the user reads
 """
 
-import context_manual
-import diloco
-import expert_manual
-import float8
-import fsdp
 import optim
-import pipeline_manual
-import tensor_manual
-from planning.sizes import part_of_rank
+from planning import sizes, strategies
 
 
 def check(keys, layout, shape):
@@ -26,24 +19,13 @@ def check(keys, layout, shape):
     if getattr(shape, 'n_experts', 0):
         check_experts(keys, layout, shape.n_experts)
     lines = []
-    for lesson in lessons_of(layout):
+    for lesson in strategies.of(layout):
         lines += lesson.check(keys, layout, shape) or []
     if keys['matmul_dtype']:
-        lines += float8.check(keys, layout, part_of_rank(keys))
+        import float8
+
+        lines += float8.check(keys, layout, sizes.part_of_rank(keys)[0])
     return lines
-
-
-def lessons_of(layout):
-    """The lessons that divide the work of this layout."""
-    in_use = {
-        fsdp: layout.strategy in ('fsdp', 'diloco', 'pool'),
-        pipeline_manual: layout.strategy == 'pipeline',
-        context_manual: layout.context > 1,
-        tensor_manual: layout.tensor > 1,
-        expert_manual: layout.expert > 1,
-        diloco: layout.is_diloco,
-    }
-    return [lesson for lesson, is_used in in_use.items() if is_used]
 
 
 def check_optimizer(keys):

@@ -8,13 +8,13 @@ Sizes are in GB of 1e9 bytes. `config` is as in sizes.py.
 
 import math
 
-from layout import Layout, counted
-from optim import UPDATES
-from planning.activations import micro_step
-from planning.memory import memory_bytes, moments, stage_memory, totals
+from expert_manual import rows_of_experts
+from layout import FP32, Layout, counted
+from optim import UPDATES, moments_of
+from planning.memory import held, memory_bytes, plans, totals
 from planning.rules import rule_rows
-from planning.sizes import FP32, counts_of, empty_model, part_of_rank, rows_of_experts
-from planning.traffic import communication_bytes, stage_traffic
+from planning.sizes import empty_model
+from planning.traffic import sent
 from runtime.batches import batch_line
 
 
@@ -25,14 +25,15 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     """
     config = {**config, **shape}
     model = empty_model(config)
-    is_fine_tuned, counts = 'transformers' in config, counts_of(model)
-    stages = range(config['pipeline_stages'] if strategy == 'pipeline' else 0)
-    memory = {} if stages else memory_bytes(config, model, world_size, strategy)
+    is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
     layout = Layout.of(config, strategy, world_size)
+    ranks = plans(config, model, layout)
+    parts_by_stage = [held(plan) for plan in ranks]
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
     saved = counts['trainable' if config.get('lora_rank') else 'total']  # LoRA saves only what it trains
-    checkpoint = FP32 * (saved + moments(config, model))
+    moments = moments_of(model, config['optimizer']).items()
+    checkpoint = FP32 * (saved + sum(number * parameter.numel() for parameter, number in moments))
     if strategy == 'diloco':  # within a round each replica has its own parameters
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
@@ -48,34 +49,34 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     padding = '' if is_fine_tuned else f' (vocabulary padded to {model.config.padded_vocab_size:,})'
     lines += section(f'parameters{padding}', parameters)
     if (sharing := layout.expert) > 1:
-        rows = rows_of_experts(config)
+        rows = rows_of_experts(ranks[0])
         experts = {'of a layer on a rank': f'{config["n_experts"] // sharing:,}', 'rows that arrive': f'{rows:,}'}
         experts['at most (all for one rank)'] = f'{sharing * rows:,}'
         lines += section(f'experts (expert_parallel={sharing}; memory and bytes below: balanced routers)', experts)
 
-    held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
-    if stages:
-        part = part_of_rank(config)
-        parts_by_stage = [stage_memory(config, part, world_size, stage) for stage in stages]
-        held = columns([parts | totals(parts) for parts in parts_by_stage])
-    elif 'activations' not in memory:
-        held['activations'] = 'not known: this model does not run without data'
-    held |= {part: f'{size / 1e9:.3f}' for part, size in totals(memory).items()}
+    if strategy == 'pipeline':
+        memory = columns([parts | totals(parts) for parts in parts_by_stage])
+    else:
+        (parts,) = parts_by_stage
+        memory = {part: f'{size / 1e9:.3f}' for part, size in parts.items()}
+        if 'activations' not in parts:
+            memory['activations'] = 'not known: this model does not run without data'
+        memory |= {part: f'{size / 1e9:.3f}' for part, size in totals(parts).items()}
     dtypes = config['dtype'] + (f' and {config["matmul_dtype"]}' if config.get('matmul_dtype') else '')
-    blocks = 'compiled' if micro_step(config, strategy).is_compiled else 'uncompiled'
+    blocks = 'compiled' if ranks[0].activations.is_compiled else 'uncompiled'
     device = config['device'].partition(':')[0]
     run_in_words = f'{strategy}, {counted(world_size, "rank")}, {dtypes}, device={device}, {blocks}'
-    lines += section(f'memory per rank at the peak of a step, in GB ({run_in_words})', held)
-    if stages:
-        sent = columns([stage_traffic(config, part, world_size, stage) for stage in stages])
-        lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
+    lines += section(f'memory per rank at the peak of a step, in GB ({run_in_words})', memory)
+    sent_by_stage = [sent(plan) for plan in ranks]
+    if strategy == 'pipeline':
+        lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', columns(sent_by_stage))
 
     lines += ['', 'batch', f'  {batch_line(config["batch_size"], layout, config["block_size"])}']
     if (copies := config.get('replicate_size', 1)) > 1:
         shards = counted(world_size // copies, 'rank')
         lines.append(f'  layout: {copies} copies of the model, each sharded over {shards}')
-    sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
-    sent_in_words = f'{sent / 1e9:.3f} GB' if sent >= 1e8 else f'{sent / 1e6:.3f} MB'
+    most = max(kinds['sent'] for kinds in sent_by_stage) if world_size > 1 else 0
+    sent_in_words = f'{most / 1e9:.3f} GB' if most >= 1e8 else f'{most / 1e6:.3f} MB'
     lines.append(f'  {sent_in_words} sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
     flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}

@@ -17,10 +17,15 @@ import statistics
 from collections import namedtuple
 from functools import cache
 
-from layout import Layout
+import context_manual
+import expert_manual
+import fsdp
+import pipeline_manual
+import tensor_manual
+from layout import FP32, Layout
 from model import ModelConfig, idle_numbers
-from pipeline_manual import blocks_of_stages
 from planning import sizes, traffic
+from planning.memory import Plan
 from runtime import meter
 
 # What a GPU reaches, for use if nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention:
@@ -65,7 +70,7 @@ def assumed(gpu, gpus, node_gpus):
     kind = GPUS[gpu]
     peak = next(peak for pattern, peak in meter.PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
     # In fp32 AdamW reads weight, gradient and two moments, and writes all but the gradient, which clipping reads again.
-    update = 8 * sizes.FP32 / kind.memory
+    update = 8 * FP32 / kind.memory
     device = Device(kind.matmul * peak, kind.attention * peak, kind.memory, update, peak, (1.0, 1.0), NOTHING_BESIDE)
     within = Link(kind.within, kind.within, WITHIN_S, START_S)
     between = Link(kind.between, kind.between, BETWEEN_S, START_S)
@@ -191,7 +196,7 @@ def model_of_rank(config):
             raise ValueError(f'{key}={config[key]} is not a multiple of tensor_parallel={tensor}')
     if config['n_layer'] < stages:
         raise ValueError(f'n_layer={config["n_layer"]} is less than pipeline_stages={stages}')
-    most = max(blocks_of_stages({**config, 'pipeline_stages': stages}))
+    most = max(pipeline_manual.blocks_of_stages({**config, 'pipeline_stages': stages}))
     sizes = {key: config[key] // tensor for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
     sizes |= {'vocab_size': -(-config['vocab_size'] // tensor), 'n_layer': most}
     return {**config, **sizes, 'tensor_parallel': 1, 'pipeline_stages': 1}
@@ -267,21 +272,22 @@ def step(config, strategy, cluster):
     ranks = gpus // (tensor * stages)  # which share the data, and the weights
     mine = model_of_rank(config)
     model = model_of(**model_keys(mine))
-    m, layers = Layout.of(mine, strategy, ranks).micro_steps, mine['n_layer']
+    plan = Plan.of(mine, model, Layout.of(mine, 'ddp' if strategy == 'pipeline' else strategy, ranks))
+    m, layers = plan.layout.micro_steps, mine['n_layer']
     (forward, backward), root = work(mine, model, device)
     root = sum(root)
-    waits_f, waits_b = waits_in_a_layer(mine, model, cluster, tensor, forward, backward)
-    blocks = blocks_of_stages({**config, 'pipeline_stages': stages})
+    waits_f, waits_b = waits_in_a_layer(plan, model, cluster, tensor, forward, backward)
+    blocks = pipeline_manual.blocks_of_stages({**config, 'pipeline_stages': stages})
     block_seconds, block_waits = forward + backward, waits_f + waits_b  # per micro-step
-    waits, waits_ends = statistics.mean(blocks) * block_waits, waits_at_ends(mine, cluster, tensor)
+    waits, waits_ends = statistics.mean(blocks) * block_waits, waits_at_ends(plan, cluster, tensor)
 
     # Ranks are numbered with tensor fastest, then context, then data (both are shards of FSDP), then stages.
-    sent = traffic.communication_bytes(mine, model, ranks, 'ddp' if strategy == 'pipeline' else strategy)
+    sent, held = traffic.sent(plan), held_by_rank(plan.weights)
     if strategy in ('ddp', 'pipeline'):
         sharing = ring(cluster, ranks, tensor)
         buckets = 1 if ranks > 1 else 0
         if strategy == 'ddp' and sent['all-reduce']:
-            buckets = math.ceil(sizes.FP32 * sizes.counts_of(model)['total'] / DDP_BUCKET)
+            buckets = math.ceil(FP32 * held / DDP_BUCKET)
         else:  # after the last backward, block by block
             buckets *= layers + 1
         wire = 2 * buckets * sharing.latency + sent['all-reduce'] / sharing.bandwidth
@@ -291,11 +297,8 @@ def step(config, strategy, cluster):
             exposed = last + beside(wire - last, layers * backward, size, cluster)
         else:
             exposed = wire
-        held = sizes.counts_of(model)['total']
     else:
-        exposed = waits_of_fsdp(mine, model, sent, strategy, cluster, ranks, tensor, m, (forward, backward))
-        shard = ranks // mine['num_replicas'] if strategy == 'diloco' else ranks // mine['replicate_size']
-        held = held_by_rank(sizes.held_model(mine, model), shard)
+        exposed = waits_of_fsdp(plan, model, sent, cluster, tensor, (forward, backward))
 
     # 1F1B takes the time of one micro-step through all stages, plus the slowest stage's time for each other micro-step.
     # The last stage has the head, and here also the waits of both ends. Chunks shorten the first part, since a stage
@@ -311,7 +314,7 @@ def step(config, strategy, cluster):
     running -= idle * 2 * (stages - 1) * statistics.mean(stage_times) / chunks
     hops = 0.0
     if stages > 1:
-        size = sizes.message_bytes(mine) / context / tensor
+        size = pipeline_manual.message_bytes(plan) / tensor
         hop, part = hop_seconds(cluster, gpus // stages, stages, size), slowest / chunks
         # Filling and draining the pipeline crosses every border once. In between, stage 0 has `stages` micro-steps in
         # flight, each for as long as all stages and 2 (stages - 1) hops take, so no hop is hidden. With chunks it has
@@ -342,33 +345,33 @@ def model_of(**keys):
 
 
 @cache
-def held_by_rank(model, shard):
-    """Parameters on one of `shard` ranks, with padding. Cached, since most layouts need the same numbers."""
-    return sizes.count(model.parameters(), shard)
+def held_by_rank(weights):
+    """Numbers of all parameters on a rank, with padding. Cached, since most layouts need the same ones."""
+    return weights.count(weights.all)
 
 
 @cache
-def shares_of_rings(model, shard):
+def shares_of_rings(weights):
     """[(share of the bytes that a rank sends in a pass of gathers, number of ranks)], for the weights that all ranks of
     a copy shard and for experts, which fewer ranks shard."""
     found = []
-    for _, parameters in sizes.dense_and_experts(model.parameters()):
-        ranks = sizes.pieces(parameters[0], shard)
-        found.append(((ranks - 1) * sizes.count(parameters, shard), ranks))
+    for _, parameters in weights.by_unit(weights.all):
+        ranks = weights.pieces(parameters[0])
+        found.append(((ranks - 1) * weights.count(parameters), ranks))
     total = sum(size for size, _ in found)
     return [(size / total, ranks) for size, ranks in found if ranks > 1]
 
 
-def rings_of_shards(config, model, cluster, shard, stride):
+def rings_of_shards(plan, cluster, stride):
     """
     The Ring in which FSDP gathers and reduces. Experts that ranks share use another ring, of the ranks with the same
     experts, which are further apart. Since the two take turns, the result has their mean speed, weighted by bytes, and
     the sum of their latencies.
     """
-    straight = config['fsdp_impl'] == 'manual' and not config['device'].startswith('cuda')  # see slices_per_s()
+    straight = plan.keys['fsdp_impl'] == 'manual' and not plan.on_cuda  # see slices_per_s()
     seconds_r, seconds_g, latency = 0.0, 0.0, 0.0  # the first two per byte
-    for share, ranks in shares_of_rings(model, shard):
-        apart = stride * (shard // ranks)
+    for share, ranks in shares_of_rings(plan.weights):
+        apart = stride * (plan.layout.shard // ranks)
         group = ring(cluster, ranks, apart)
         seconds_r += share / (slices_per_s(cluster, ranks, apart) if straight else group.bandwidth)
         seconds_g += share / group.gather
@@ -400,67 +403,69 @@ def hop_seconds(cluster, copies, stages, size):
     return (across * over + (stages - 1 - across) * on_node) / (stages - 1)
 
 
-def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
-    """(forward, backward) seconds that a layer waits for tensor, context and expert parallelism in a micro-step."""
-    context, mode = config.get('context_parallel', 1), config['activation_checkpointing']
+def waits_in_a_layer(plan, model, cluster, tensor, forward, backward):
+    """(forward, backward) seconds that a layer waits for tensor, context and expert parallelism in a micro-step. model:
+    with all experts."""
+    config, context, mode = plan.keys, plan.layout.context, plan.keys['activation_checkpointing']
     waits_f = waits_b = 0.0
     if tensor > 1:
         # Forward has two all-gathers before the matrices and two reduce-scatters after them. Backward has as many, and
         # those that are recomputed. Each is of B T C numbers, and there is nothing to compute meanwhile.
-        collective = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])
-        waits_f, waits_b = 4 * collective, (traffic.TENSOR_COLLECTIVES.get(mode, 8) - 4) * collective
+        collective = tensor_collective(plan, cluster, tensor, config['n_embd'] * plan.compute_bytes)
+        waits_f, waits_b = 4 * collective, (tensor_manual.COLLECTIVES.get(mode, 8) - 4) * collective
         if config.get('async_tensor_parallel'):  # as in torchtitan: in pieces, during the matmuls
             waits_f, waits_b = max(0.0, waits_f - forward), max(0.0, waits_b - backward)
     if context > 1:
         sharing = ring(cluster, context, tensor)
-        numbers, bytes_per_number = sizes.keys_and_values(config)
+        travelling, bytes_per_number = context_manual.keys_and_values(plan)
         step_s = sharing.latency / max(1, context - 1)
-        hop, home = (step_s + numbers * size / sharing.bandwidth for size in (bytes_per_number, sizes.FP32))
+        hop, home = (step_s + travelling * size / sharing.bandwidth for size in (bytes_per_number, FP32))
         share = attention_share(config, model, cluster.device)
         tile_f = share * forward / context  # one tile of attention, during which the next keys travel
         tile_b = 2.5 * tile_f * cluster.device.scale[1] / cluster.device.scale[0]
         hops = context - 1
         if config.get('context_impl', 'ring') == 'ring':
-            context_waits_f = beside(hops * hop, hops * tile_f, hops * numbers * bytes_per_number, cluster)
-            both = numbers * (bytes_per_number + sizes.FP32)
+            context_waits_f = beside(hops * hop, hops * tile_f, hops * travelling * bytes_per_number, cluster)
+            both = travelling * (bytes_per_number + FP32)
             context_waits_b = home + beside(hops * (hop + home), hops * tile_b, hops * both, cluster)
         else:
             context_waits_f, context_waits_b = hops * hop, hops * (hop + home)
         waits_f += context_waits_f
-        waits_b += context_waits_b + (context_waits_f if mode in ('full', 'offload') else 0.0)
-    if (experts := config.get('expert_parallel', 1)) > 1:
+        waits_b += context_waits_b + (context_waits_f if plan.recomputes else 0.0)
+    if (experts := plan.layout.expert) > 1:
         # Rows travel to their experts and back, and so do their gradients in backward. Nothing hides this, since
         # experts can only compute what has arrived. In forward the ranks first tell each other how many rows will come.
-        size = sizes.rows_of_experts(config) * config['n_embd'] * sizes.BYTES[config['dtype']]
+        size = expert_manual.rows_of_experts(plan) * config['n_embd'] * plan.compute_bytes
         latency = ring(cluster, experts, tensor).latency
         there_and_back = 2 * (latency + (experts - 1) / experts * size / slices_per_s(cluster, experts, tensor))
         expert_waits_f = latency + there_and_back
         waits_f += expert_waits_f
-        waits_b += there_and_back + (expert_waits_f if mode in ('full', 'offload') else 0.0)
+        waits_b += there_and_back + (expert_waits_f if plan.recomputes else 0.0)
     return waits_f, waits_b
 
 
-def tensor_collective(config, cluster, tensor, bytes_per_token):
+def tensor_collective(plan, cluster, tensor, bytes_per_token):
     """Seconds of a collective of tensor parallelism on t ranks, each of which sends (t-1)/t of it. bytes_per_token: of
     the whole."""
-    sharing, size = ring(cluster, tensor, 1), sizes.tokens_of_rank(config) * bytes_per_token
-    per_s = sharing.bandwidth if config['device'].startswith('cuda') else slices_per_s(cluster, tensor, 1)
+    sharing, size = ring(cluster, tensor, 1), plan.tokens * bytes_per_token
+    per_s = sharing.bandwidth if plan.on_cuda else slices_per_s(cluster, tensor, 1)
     return sharing.latency + (tensor - 1) / tensor * size / per_s
 
 
-def waits_at_ends(config, cluster, tensor):
+def waits_at_ends(plan, cluster, tensor):
     """Seconds of a micro-step's collectives outside the layers: two each for embedding and head, one for the loss."""
     if tensor == 1:
         return 0.0
-    collective = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])
-    return 4 * collective + tensor_collective(config, cluster, tensor, 3 * sizes.FP32 * tensor)
+    collective = tensor_collective(plan, cluster, tensor, plan.keys['n_embd'] * plan.compute_bytes)
+    return 4 * collective + tensor_collective(plan, cluster, tensor, 3 * FP32 * tensor)
 
 
-def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, block_seconds):
-    """Seconds per optimizer step in which computation waits for communication of FSDP and DiLoCo."""
-    is_diloco, is_manual = strategy == 'diloco', config['fsdp_impl'] == 'manual'
-    replicas = config['num_replicas'] if is_diloco else config['replicate_size']
-    shard, on_cpu = ranks // replicas, not config['device'].startswith('cuda')
+def waits_of_fsdp(plan, model, sent, cluster, stride, block_seconds):
+    """Seconds per optimizer step in which computation waits for communication of FSDP and DiLoCo. model: with
+    all experts."""
+    config, layout, m = plan.keys, plan.layout, plan.layout.micro_steps
+    is_diloco, is_manual, on_cpu = layout.is_diloco, config['fsdp_impl'] == 'manual', not plan.on_cuda
+    replicas, shard = layout.replica * layout.replicate, layout.shard
     exposed, inner = 0.0, sent
     if is_diloco:
         alone = {**config, 'num_replicas': 1, 'global_batch_size': config['global_batch_size'] // replicas}
@@ -470,10 +475,9 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, bloc
         outer += 2 * between.latency * (config['n_layer'] + 1) / config['inner_steps']
         exposed += 0.0 if config['overlap_steps'] else outer
     if shard > 1:
-        model = sizes.held_model(config, model)
-        group = rings_of_shards(config, model, cluster, shard, stride)
+        group = rings_of_shards(plan, cluster, stride)
         units = math.ceil(config['n_layer'] / config['blocks_per_unit'])
-        block, root, _ = traffic.bytes_to_others(model, sizes.BYTES[config['dtype']], shard)
+        block, root, _ = fsdp.bytes_to_others(plan.weights, plan.compute_bytes)
         one_pass = config['n_layer'] * block + root
         root_share = root / one_pass
         hidden_f, hidden_b = (config['n_layer'] * seconds for seconds in block_seconds)

@@ -56,11 +56,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from configurator import read_knobs
-from exchange.codec import decode_flat, decode_top2bit, encode_flat, encode_top2bit
+from configurator import read_knobs, refuse_gone
+from exchange.codec import decode_flat, encode_flat
+from keys import GONE
 from pool.ledger import Ledger
 from pool.round_watch import RoundWatch
-from pool.rows import checksum, copies, shapes_of
+from pool.rows import checksum, copies
 from pool.store import digest_of, open_store
 from runtime.checkpoint import is_finite
 from system.collectives import on_rank_0
@@ -93,7 +94,7 @@ class Replica:
     """One job in a pool. All ranks of the job make the same calls; each is collective.
 
     config: the keys of train_pool.py. outer: a diloco.Outer over this job alone, with one fragment. identity: from
-    begin.identity_of(): what data and model are. say: function called on rank 0 with a line. waiting: function called
+    runtime.identity: what data and model are. say: function called on rank 0 with a line. waiting: function called
     on every rank from time to time while the job waits for others; if it returns true, the job stops waiting.
     Raises ValueError on every rank if the pool belongs to a different run, or if the store cannot hold a pool.
     """
@@ -106,7 +107,7 @@ class Replica:
         self.name = on_rank_0(lambda: f'{os.uname().nodename.partition(".")[0]}-{uuid.uuid4().hex[:12]}')
         self.ledger = Ledger(config.max_iters, config.inner_steps, config.num_replicas)
         self.ledger.begin_at(outer.step_of_anchors())  # above 0 if this job founds the pool with a run's checkpoint
-        feeds_back = {'top2bit': True, 'float32': False}.get(config.exchange_dtype, config.error_feedback)
+        feeds_back = config.error_feedback and config.exchange_dtype != 'float32'
         self.error = torch.zeros_like(self.fragment.anchor, device='cpu') if feeds_back else None
         self.number, self.k, self.own, self.average, self.members = None, None, None, None, set()
         self.parts, self.steps, self.began = [], 0, None  # of the piece: parts left, steps done, begun when
@@ -146,9 +147,10 @@ class Replica:
             self.store.probe()
             self.store.create('pool.json', json.dumps({'name': self.name, 'keys': keys}, indent=1).encode())
         pool = json.loads(self.store.read('pool.json'))
+        refuse_gone(pool['keys'], f'exchange={self.config.exchange}: the pool trains', 'begin another pool')
         for key in {**keys, **pool['keys']}:
             theirs, ours = pool['keys'].get(key), keys.get(key)
-            if theirs != ours:
+            if theirs != ours and key not in GONE:
                 raise ValueError(
                     f'exchange={self.config.exchange}: the pool has {key}={theirs!r}, this job has {ours!r}: start all '
                     'jobs with the same keys on the same data, or use another --exchange'
@@ -268,29 +270,12 @@ class Replica:
             self.bytes_read += len(data)
             with warnings.catch_warnings():
                 warnings.filterwarnings('ignore', message='The given buffer is not writable')  # nobody writes there
-                numbers = self._decode(torch.frombuffer(data, dtype=torch.uint8), dtype, len(files), rank)
+                numbers = decode_flat(torch.frombuffer(data, dtype=torch.uint8), dtype)
             if is_like_here:  # with as many ranks, its rows are this rank's rows
                 return numbers[: len(mine)], None
             for first, end, target in pieces:
                 mine[target : target + end - first] = numbers[first:end]
         return mine, None
-
-    def _encode(self, delta):
-        """This rank's rows, flat fp32, encoded as exchange_dtype says; returns uint8."""
-        dtype = self.config.exchange_dtype
-        if dtype == 'top2bit' and len(delta):
-            shapes = shapes_of(self.shapes, self.ranks, self.rank)
-            parts = zip(delta.split([shape.numel() for shape in shapes]), shapes, strict=True)
-            return encode_top2bit([part.view(shape) for part, shape in parts], self.config.exchange_k)
-        return encode_flat(delta, dtype)
-
-    def _decode(self, payload, dtype, ranks, rank):
-        """The rows, flat fp32, that rank `rank` of a job of `ranks` ranks has encoded; padding may follow them."""
-        if dtype != 'top2bit' or not len(payload):  # a rank without rows has an empty payload
-            return decode_flat(payload, dtype)
-        shapes = shapes_of(self.shapes, ranks, rank)
-        places, numbers = decode_top2bit(payload, shapes, self.config.exchange_k)
-        return torch.zeros(sum(shape.numel() for shape in shapes)).index_put_((places,), numbers)
 
     def _read_json(self, name):
         with contextlib.suppress(FileNotFoundError):
@@ -394,9 +379,9 @@ class Replica:
                 'pool; look at its data and log, then start it again'
             )
         if self.error is not None:
-            delta.add_(self.error, alpha=self.outer.error_decay)
-        encoded = self._encode(delta)
-        decoded = self._decode(encoded, dtype, self.ranks, self.rank)[: len(delta)]
+            delta.add_(self.error)
+        encoded = encode_flat(delta, dtype)
+        decoded = decode_flat(encoded, dtype)[: len(delta)]
         self.own = name, decoded, None if self.error is None else delta.sub_(decoded)
         marker = {
             'pool': self.pool, 'job': self.name, 'steps': self.steps, 'piece': self.ledger.piece(self.number),

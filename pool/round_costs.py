@@ -6,10 +6,9 @@ import uuid
 import torch
 import torch.distributed as dist
 
-from exchange.codec import BYTES, STRETCH, decode_flat, decode_top2bit, encode_flat, encode_top2bit, kept
+from exchange.codec import STRETCH, decode_flat, encode_flat
 from exchange.diloco_check import LARGEST_PROBE, RoundCosts, everybodys
 from pool.goodput import goodput
-from pool.rows import shapes_of
 from pool.store import digest_of
 from system.collectives import on_rank_0
 
@@ -72,19 +71,11 @@ class StoreRoundCosts(RoundCosts):
         """(bytes of a rank's rows in a delta, seconds to encode them, seconds to decode them)."""
         if dtype == 'float32':
             return 4 * self.numbers, 0.0, 0.0
-        sample, k = torch.randn(STRETCH), self.outer.k
-        if dtype == 'top2bit':
-            sample = sample.view(-1, 64)
-            payload = encode_top2bit([sample], k)
-            encoding = best(lambda: encode_top2bit([sample], k))
-            decoding = best(lambda: torch.zeros(STRETCH).scatter_(0, *decode_top2bit(payload, [sample.shape], k)))
-            shapes = shapes_of(self.replica.shapes, self.replica.ranks, 0)
-            size = BYTES[dtype] * sum(int(kept(shape, k).sum()) for shape in shapes)
-        else:
-            payload = encode_flat(sample, dtype)
-            encoding = best(lambda: encode_flat(sample, dtype))
-            decoding = best(lambda: decode_flat(payload, dtype))
-            size = payload.numel() / STRETCH * self.numbers
+        sample = torch.randn(STRETCH)
+        payload = encode_flat(sample, dtype)
+        encoding = best(lambda: encode_flat(sample, dtype))
+        decoding = best(lambda: decode_flat(payload, dtype))
+        size = payload.numel() / STRETCH * self.numbers
         return size, *(seconds * self.numbers / STRETCH for seconds in slowest(encoding, decoding))
 
     def _time_steps(self):

@@ -17,12 +17,6 @@ def rows_of(rows, ranks, rank):
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-def shapes_of(shapes, ranks, rank):
-    """The shapes of this rank's rows of each parameter, without parameters of which it holds no row."""
-    parts = [(rows_of(rows, ranks, rank), others) for rows, *others in shapes]
-    return [shape for (first, end), others in parts if (shape := torch.Size([end - first, *others])).numel()]
-
-
 def copies(shapes, mine, theirs):
     """What to copy from rank `theirs` of one job into rank `mine` of another: [(first, end, target)], where the numbers
     first to end - 1 of `theirs` go to `mine` from target on.

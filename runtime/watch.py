@@ -28,7 +28,6 @@ import torch
 import expert_manual
 import float8
 from evaluation import validation
-from huggingface import finetune, native
 from runtime import checkpoint, health
 from runtime.best import Best
 from runtime.log import Log, say_when_compiling_ends
@@ -71,7 +70,7 @@ class Watch:
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
         self.watchdog = health.Watchdog(config.out_dir, config.timeout_s, lambda: expert_manual.begun)
         self.first_step, self.raw_model = step, None
-        self.part, self.losses = part, losses
+        self.evaluating = {'part': part, 'losses': losses}
 
     def self_test(self, model, raw_model, as_loaded=None):
         """Compare the outputs of a Hugging Face model, sharded as it is now, with those of transformers itself.
@@ -80,11 +79,15 @@ class Watch:
         """
         run = self.run
         if run.config.native:
+            from huggingface import native  # here, since a run from scratch needs none of it
+
             if run.found is None:
                 with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                     test = native.self_test, run.pretrained, run.model_config
                     self.say(collectives.on_rank_0(*test, patience_s=collectives.PATIENCE_S))
         elif run.pretrained:
+            from huggingface import finetune
+
             as_loaded = run.found is None if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                 is_packed = run.train_data.has_starts or run.val_data.has_starts
@@ -191,7 +194,7 @@ class Watch:
             last=last,
             log=last or step == 1 or interval(config.log_interval),
             evaluate=bool(config.eval_iters) and (last or interval(config.eval_interval)),
-            score=bool(self.run.tasks.tasks) and (last or interval(config.eval_tasks_interval)),
+            score=self.run.tasks is not None and (last or interval(config.eval_tasks_interval)),
             save=last or interval(config.checkpoint_interval) or interval(config.permanent_interval),
         )
 
@@ -234,7 +237,7 @@ class Watch:
     def val_loss(self, step):
         """{'val_loss': ...} of the weights as they are after `step` steps."""
         beat = functools.partial(self.watchdog.at, 'evaluation', step)
-        return validation.val_loss(self.model, self.run, beat, self.part, self.losses)
+        return validation.val_loss(self.model, self.run, beat, **self.evaluating)
 
     def evaluated(self, step):
         """val_loss(), with the best step and loss so far."""
@@ -243,7 +246,7 @@ class Watch:
 
     def scores(self, step):
         """{'task/score': value} of the run's tasks; each task also writes a line into the log."""
-        return self.run.tasks.scores(self.model, step, self.say, self.watchdog.at)
+        return self.run.tasks.scores(self.model, step, self.say, self.watchdog.at) if self.run.tasks else {}
 
     def with_totals(self, step, row):
         """The row with the run's totals: tokens and epochs read so far in front, steps skipped at the end."""

@@ -104,6 +104,8 @@ def train(tree, name, material, out_dir):
     ranks, script, _ = COMMANDS[name]
     script = script if (tree / script).exists() else 'train_fsdp.py'  # once it had the keys of train_parallel.py, too
     arguments = keys_of(name, material, out_dir, material / 'model')
+    if 'fragment_mix = 0.0' in (tree / 'train_diloco.py').read_text() and '--overlap_steps=1' in arguments:
+        arguments.append('--fragment_mix=0.5')  # a key of earlier versions
     command = [sys.executable, tree / 'tests' / 'launch.py', ranks, script, *arguments]
     ended = subprocess.run([*map(str, command)], cwd=tree, env=environment(), capture_output=True, text=True)
     return (ended.stdout + ended.stderr)[-3000:] if ended.returncode else None

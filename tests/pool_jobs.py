@@ -25,7 +25,6 @@ SHAPES = {'0.weight': (7, 3), '1.weight': (5, 4), 'bias': (6,)}
 RATE, MOMENTUM = 0.7, 0.6  # of the outer step
 KEYS = {
     'max_iters': 24, 'inner_steps': 4, 'num_replicas': 2, 'exchange_dtype': 'float32', 'error_feedback': False,
-    'error_decay': None, 'exchange_k': 2048,
     'grace_s': 60.0, 'quorum': 1, 'checkpoint_interval': 0, 'keep_deltas': True, 'replay': False, 'seed': 1,
 }  # fmt: skip
 
@@ -209,9 +208,7 @@ def play(
         theta.sub_(delta, alpha=RATE).sub_(momentum, alpha=RATE * MOMENTUM)
 
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    outer = diloco.Outer(
-        parameters, nesterov, alone, config.inner_steps, dtype=config.exchange_dtype, error_decay=config.error_decay
-    )
+    outer = diloco.Outer(parameters, nesterov, alone, config.inner_steps, dtype=config.exchange_dtype)
     replica = replicas.Replica(config, outer, {'model': SHAPES}, lambda line: print(line, flush=True))
     if config.replay:
         return replica.replay()

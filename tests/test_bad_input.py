@@ -11,7 +11,7 @@ from launch import TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_scrip
 
 from dataset import shards
 from dataset.shuffle import permuted
-from runtime import begin
+from runtime import first_weights
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=tiny']
 
@@ -96,9 +96,9 @@ def test_lora_and_frozen_parts_without_a_model_of_transformers_are_refused(train
     assert not (tmp_path / 'out').exists()
     config = SimpleNamespace(init_from='out/mine', native=False, lora_rank=8, freeze=None, frozen_dtype=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(begin, 'run_to_start_from', lambda config, explicit: 'a checkpoint')
+        patch.setattr(first_weights, 'run_to_start_from', lambda config, explicit: 'a checkpoint')
         with pytest.raises(ValueError, match='lora_rank=8 .* `python export_model.py --out_dir=out/mine`'):
-            begin.open_model_and_data(SimpleNamespace(config=config, explicit={}, pretrained=None, strategy='ddp'))
+            first_weights.open_init_from(SimpleNamespace(config=config, explicit={}, pretrained=None, strategy='ddp'))
 
 
 def test_half_set_launcher_variables(data_dir, tmp_path):

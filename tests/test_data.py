@@ -29,7 +29,7 @@ import data
 from dataset import shards
 from dataset import windows as on_disk
 from dataset.shuffle import permuted
-from runtime.begin import line_of_padding
+from runtime.fill import line_of_padding
 from text import tokenizer as tokenizers
 
 VOCAB_SIZE = 1000

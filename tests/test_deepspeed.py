@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, Job, run_many, run_script
+from layouts import layout_of
 from outputs import column, metrics
 from precision import apart
 from pretrained import save_model, write_chats
@@ -86,7 +87,7 @@ def with_fp16(device):
     return found
 
 
-deepspeed_engine.package, deepspeed_engine.refuse_unsupported = with_fp16, lambda config: None
+deepspeed_engine.package, deepspeed_engine.check = with_fp16, lambda keys, layout, shape: None
 globals().update(runpy.run_path('train_deepspeed.py', run_name='__main__'))
 """
 FIXED_SCALE = {'fp16': {'enabled': True, 'loss_scale': 128}}
@@ -385,9 +386,10 @@ KEYS |= {'lr_schedule': 'cosine', 'optimizer_dtype': 'float32'}
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(changes, words):
-    deepspeed_engine.refuse_unsupported(KEYS)
+    layout = layout_of('deepspeed', 1)
+    deepspeed_engine.check(KEYS, layout, None)
     with pytest.raises(ValueError) as raised:
-        deepspeed_engine.refuse_unsupported(KEYS | changes)
+        deepspeed_engine.check(KEYS | changes, layout, None)
     assert re.search(words, str(raised.value)) and '\n' not in str(raised.value)
 
 

@@ -14,7 +14,7 @@ from short import slow_but
 import float8
 from huggingface import finetune
 from model import GPT, Linear, ModelConfig
-from planning.sizes import part_of_rank
+from planning.sizes import make_part
 
 SHAPE = dict(n_layer=2, n_head=3, n_embd=48, mlp_hidden_dim=80, vocab_size=257, block_size=24)  # of 16, not of 32
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
@@ -388,13 +388,13 @@ def test_what_cannot_be_is_refused_with_what_mends_it(changes, strategy, expecte
     with pytest.raises(ValueError, match=f'matmul_dtype=float8.*{expected}') as raised:
         tensor, context = changes.get('tensor_parallel', 1), changes.get('context_parallel', 1)
         layout = layout_of(strategy, tensor * context, tensor=tensor, context=context)
-        float8.check(config, layout, part_of_rank({**config, 'lora_rank': 0}))
+        float8.check(config, layout, make_part({**config, 'lora_rank': 0})[0])
     assert '\n' not in str(raised.value)
 
 
 def test_a_gpu_before_8_9_is_refused_and_one_that_is_not_here_is_not(monkeypatch):
     config = config_of(device='cuda:0')
-    model = part_of_rank(config)
+    model, _ = make_part(config)
     assert (
         'WARNING: slower' in float8.check(config, layout_of('ddp', 1), model)[0]
     )  # planned for that GPU on a machine without one

@@ -271,7 +271,9 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     keys = {**config.to_dict(), 'batch_size': 2, 'global_batch_size': 2 * micro_steps * copies, 'dtype': str(dtype)[6:]}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks, 'tensor_parallel': tensor}
     keys |= {'activation_checkpointing': checkpointing}
-    predicted = traffic.stage_traffic(keys, sizes.part_of_rank(keys), dist.get_world_size(), stage)
+    keys |= {'device': 'cpu'}
+    layout = Layout.of(keys, 'pipeline', dist.get_world_size())
+    predicted = traffic.sent(memory.Plan.of(keys, sizes.empty_model(keys), layout, stage))
     of_ring = max(copies, tensor)  # of 2, or there is none
     clipped = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {
@@ -383,8 +385,7 @@ def run_memory():
         one_step(stage, pipeline, timetable, batches, torch.tensor(1e-3))
     keys = {**config.to_dict(), 'batch_size': 4, 'global_batch_size': 32, 'dtype': 'float32', 'optimizer': 'adamw'}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': 1, 'device': 'cpu', 'activation_checkpointing': 'none'}
-    with torch.device('meta'):
-        parts = memory.stage_memory(keys, GPT(config), stages, stage)
+    parts = memory.held(memory.Plan.of(keys, sizes.empty_model(keys), Layout.of(keys, 'pipeline', stages), stage))
     return live.peak, parts['activations'] + parts['logits']
 
 

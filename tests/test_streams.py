@@ -184,21 +184,18 @@ def test_the_time_spent_waiting_is_there_before_it_is_read(fake_group):
 # --- diloco.py --------------------------------------------------------------------------------------------------------
 
 
-ERROR = 'error.to(self.device, non_blocking=True), alpha=self.error_decay)'  # dense, and of the largest numbers
-COPIED_ERROR = 'CHECKER.copy(error), alpha=self.error_decay)'
 DILOCO_AS_ON_CUDA = [
     ("self.on_cuda = self.device.type == 'cuda'", 'self.on_cuda = True'),
     ('on_host and first.is_cuda', 'on_host'),
-    ('home, self.on_host, with_error, bucket, sparse)', 'home, False, with_error, bucket, sparse)'),
+    ('home, self.on_host, with_error, bucket)', 'home, False, with_error, bucket)'),
     ('fragment.anchor[first:end].to(self.device, non_blocking=True)', 'CHECKER.copy(fragment.anchor[first:end])'),
-    (f'{ERROR}\n            padded', f'{COPIED_ERROR}\n            padded'),
-    (f'{ERROR}\n            flat', f'{COPIED_ERROR}\n            flat'),
+    ('error.to(self.device, non_blocking=True)', 'CHECKER.copy(error)'),
     ('state.to(self.device, non_blocking=True)', 'CHECKER.copy(state) if self.on_host else state'),
 ]
 
 
 def train_diloco(
-    removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', error_feedback=True, on_host=False, rehearses=False,
+    removed=(), fragments=2, overlap=1, dtype='bfloat16', error_feedback=True, on_host=False, rehearses=False,
     resumes=False,
 ):  # fmt: skip
     """Three rounds of four steps, in the middle of which the whole state is read. resumes: after step 6, when something
@@ -217,7 +214,7 @@ def train_diloco(
     def make_outer():
         outer = diloco.Outer(
             parameters, update, dist.group.WORLD, inner_steps=4, num_fragments=fragments, overlap_steps=overlap,
-            mix=mix, dtype=dtype, error_feedback=error_feedback, on_host=on_host, bucket=512,
+            dtype=dtype, error_feedback=error_feedback, on_host=on_host, bucket=512,
         )  # fmt: skip
         for fragment in outer.fragments if on_host else ():
             checker.hold_on_host(fragment.anchor, fragment.momentum, fragment.error)
@@ -256,14 +253,13 @@ def train_diloco(
 
 
 DILOCO = {
-    'plain': {'fragments': 1, 'overlap': 0, 'mix': 0.0, 'dtype': 'float32', 'error_feedback': False},
-    'int8': {'overlap': 0, 'mix': 0.0, 'dtype': 'int8'},
+    'plain': {'fragments': 1, 'overlap': 0, 'dtype': 'float32', 'error_feedback': False},
+    'int8': {'overlap': 0, 'dtype': 'int8'},
     'streamed': {},
-    'int4, two steps late': {'overlap': 2, 'mix': 0.0, 'dtype': 'int4'},
-    'the largest numbers': {'overlap': 1, 'dtype': 'top2bit'},
+    'int4, two steps late': {'overlap': 2, 'dtype': 'int4'},
     'state on the host': {'on_host': True},
-    'state on the host, plain': {'on_host': True, 'overlap': 0, 'mix': 0.0, 'dtype': 'int8'},
-    'resumed': {'resumes': True, 'overlap': 2, 'mix': 0.0},
+    'state on the host, plain': {'on_host': True, 'overlap': 0, 'dtype': 'int8'},
+    'resumed': {'resumes': True, 'overlap': 2},
     'resumed, state on the host': {'resumes': True, 'on_host': True},
 }
 

@@ -20,14 +20,14 @@ def test_a_finished_run_is_not_repeated(tmp_path):
         '--rates=1e-3',
         '--seeds=1',
     ]
-    command += ['--methods=sparseloco,alone']
+    command += ['--methods=int4,alone']
     first, second = (
         subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True) for _ in range(2)
     )
     assert first.returncode == second.returncode == 0, first.stdout + first.stderr + second.stderr
     row, alone = map(json.loads, (tmp_path / 'results.jsonl').read_text().splitlines())
     assert alone['method'] == 'alone' and alone['wire'] is None and 0 < alone['val_loss'] < 6
-    assert (row['method'], row['rate'], row['seed']) == ('sparseloco', 1e-3, 1) and 0 < row['val_loss'] < 6
+    assert (row['method'], row['rate'], row['seed']) == ('int4', 1e-3, 1) and 0 < row['val_loss'] < 6
     assert json.dumps(row) in first.stdout and json.dumps(row) not in second.stdout
     assert first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
     assert f'{row["val_loss"]:.4f}' in second.stdout

@@ -167,7 +167,7 @@ def rounds(link, out_dir, *keys):
 
 @pytest.mark.slow
 def test_diloco_sends_what_the_formula_says_and_waits_once_a_round_or_hardly_at_all_when_it_overlaps(link, tmp_path):
-    streaming = ['--num_fragments=2', '--overlap_steps=18', '--exchange_dtype=int8', '--fragment_mix=0.5']
+    streaming = ['--num_fragments=2', '--overlap_steps=18', '--exchange_dtype=int8']
     blocking, overlapped = rounds(link, tmp_path / 'one'), rounds(link, tmp_path / 'two', *streaming)
     for rows, counted in (blocking, overlapped):
         assert [row['diloco/bytes'] for row in rows[1:-1]] == [rows[1]['diloco/bytes']] * (ROUNDS - 2)

@@ -1,6 +1,5 @@
 """report.html of a real sweep, as a browser shows it on a desktop, on a phone, in dark mode, and on paper."""
 
-import html
 import re
 import shutil
 import subprocess
@@ -108,31 +107,6 @@ def test_a_command_of_the_report_repeats_the_run_to_the_bit(page, tmp_path):
     losses = [re.findall(r'"loss": ([\d.]+)', (out / 'metrics.jsonl').read_text())
               for out in (page.parent / 'runs/plain-lr0.01/seed1', tmp_path)]  # fmt: skip
     assert len(losses[0]) == 12 and losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_the_ladder_in_docs_is_what_its_runs_say(tmp_path):
-    docs, out = REPO / 'docs', tmp_path / 'ladder_adana'
-    subprocess.run(['tar', '-xf', docs / 'ladder_adana.tar.xz', '-C', tmp_path], check=True)
-    command = [sys.executable, str(REPO / 'compare.py'), str(REPO / 'config/ladder_adana.py'), '--analyze']
-    subprocess.run([*command, f'--out_dir={out}'], env=environment(), check=True, capture_output=True)
-    page = html.unescape(re.sub('<[^>]*>', ' ', (docs / 'ladder_adana.html').read_text()))
-    table, chapter = (out / 'table.md').read_text(), (docs / 'log.md').read_text()
-    losses = set(re.findall(r'[\d.]+ \+- [\d.]+', table))
-    assert len(losses) == 20 and all(loss in chapter and loss in page for loss in losses)
-    saved, again = (re.findall(r'(?:needs|and) ([\d.]+)x (\[.*?\])', text) for text in (page, table))
-    assert len(saved) == 18 and all(f'{ratio}x {interval}' in chapter for ratio, interval in saved)
-    # The rounding of another machine may move the flat minimum of a law a little.
-    assert [float(ratio) for ratio, _ in again] == pytest.approx([float(ratio) for ratio, _ in saved], rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_browser_finds_no_error_in_the_ladder_of_docs(browser, tmp_path):
-    for width in (1000, 390):  # its pictures in docs are taken by `python tests/browser.py` at these widths
-        browser.open(REPO / 'docs/ladder_adana.html', width)
-        assert browser.errors == [] and browser.run('document.title') == 'Ladder: ladder_adana'
-        browser.picture(tmp_path / 'ladder.png')
-        assert (tmp_path / 'ladder.png').stat().st_size > 10_000
 
 
 def test_commands_of_several_ranks_and_of_odd_keys_can_be_typed():

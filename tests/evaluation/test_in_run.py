@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,10 +203,10 @@ def score_in_train_mode(folder, data_dir, compiled):
     torch.manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    config = SimpleNamespace(eval_tasks=[f'{folder}/choices.jsonl', f'{folder}/words.jsonl'], dataset='tiny')
-    config.data_dir, config.block_size, config.batch_size = str(data_dir), 32, 2
-    config.eval_tasks_limit, config.eval_tasks_chat = None, False
-    tasks = in_run.tasks_of(config, layout_of('ddp', 1), None, torch.device('cpu'))
+    keys = {'eval_tasks': [f'{folder}/choices.jsonl', f'{folder}/words.jsonl'], 'dataset': 'tiny'}
+    keys |= {'data_dir': str(data_dir), 'block_size': 32, 'batch_size': 2}
+    keys |= {'eval_tasks_limit': None, 'eval_tasks_chat': False}
+    tasks = in_run.tasks_of(keys, layout_of('ddp', 1), None, torch.device('cpu'))
     tokens, graphs = torch.zeros(2, 32, dtype=torch.int64), torch._dynamo.utils.counters['stats']
     if compiled:
         for block in model.blocks:

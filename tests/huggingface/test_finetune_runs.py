@@ -410,11 +410,6 @@ def test_frozen_parts_stay_to_the_bit_and_the_rest_trains_as_in_a_plain_loop(mod
 DILOCO = {  # options -> replicas, what is trained
     'one replica': ([f'--freeze={FREEZE}', '--outer_momentum=0.9'], 1, lambda name: not re.search(FREEZE, name)),
     'lora': (['--lora_rank=4', '--optimizer=muon'], 2, lambda name: '.lora_' in name),
-    'lora sparse': (
-        ['--lora_rank=4', '--exchange_dtype=top2bit', '--outer_momentum=0', '--outer_lr=1'],
-        2,
-        lambda name: '.lora_' in name,
-    ),
 }
 
 

@@ -382,14 +382,14 @@ def test_deepspeed_keeps_all_weights_in_one_dtype(models, tmp_path):
 def test_an_older_torch_is_told_which_implementation_takes_bytes(models, tmp_path, monkeypatch):
     from types import SimpleNamespace
 
-    from runtime import begin
+    from runtime import first_weights
 
     keys = {'frozen_dtype': 'nf4', 'lora_rank': 4, 'freeze': None, 'init_from': 'x', 'native': False}
     run = SimpleNamespace(config=SimpleNamespace(**keys, fsdp_impl='torch'), strategy='fsdp', start_from=None)
     monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.13.0'))
-    begin.check_frozen_dtype(run)
+    first_weights.check_frozen_dtype(run)
     monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.12.1'))
     with pytest.raises(ValueError, match=r'from torch 2.13 on, this is 2.12.1: use --fsdp_impl=manual'):
-        begin.check_frozen_dtype(run)
+        first_weights.check_frozen_dtype(run)
     run.config.fsdp_impl = 'manual'
-    begin.check_frozen_dtype(run)
+    first_weights.check_frozen_dtype(run)

@@ -1,4 +1,4 @@
-"""Folders of models that benchmarks/fuzz.py has drawn, and that once ended in a traceback or were trained as another
+"""Folders of models that tests/fuzz.py has drawn, and that once ended in a traceback or were trained as another
 model."""
 
 import json

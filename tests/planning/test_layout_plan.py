@@ -259,11 +259,17 @@ def test_in_order_the_simplest_of_the_nearly_equal_is_first_but_for_diloco():
 
 
 def test_a_model_is_counted_once(monkeypatch):
-    counted = []
-    count = GPT.parameter_counts
-    monkeypatch.setattr(GPT, 'parameter_counts', lambda model: counted.append(model) or count(model))
-    layouts.rank({**KEYS, 'n_layer': 4, 'global_batch_size': 8}, cluster(4, 2), most=1)
-    assert 0 < len(counted) < 20  # of hundreds of layouts
+    made, counted, named = [], [], GPT.named_parameters
+    make = sizes.make_part
+    monkeypatch.setattr(sizes, 'make_part', lambda config: made.append(config) or make(config))
+    monkeypatch.setattr(
+        GPT,
+        'named_parameters',
+        lambda model, *given, **options: counted.append(model) or named(model, *given, **options),
+    )
+    keys = {**KEYS, 'n_layer': 4, 'global_batch_size': 8, 'dtype': 'bfloat16', 'matmul_dtype': 'float8'}
+    layouts.rank(keys, cluster(4, 2), most=1)
+    assert 0 < len(made) < 10 and 0 < len(counted) < 100  # of hundreds of layouts
 
 
 @pytest.mark.parametrize('ranks', [2, 4])

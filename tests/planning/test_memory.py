@@ -327,17 +327,8 @@ def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():
     assert parts()['outer'] == 2.5 * plain['weights']
     diloco.update(error_feedback=True, outer_on_host=True)
     assert 'outer' not in parts() and parts()['host outer'] == 3.5 * plain['weights']
-    diloco.update(error_feedback=False, exchange_dtype='top2bit')  # which always keeps what it has not sent
-    assert parts()['host outer'] == 3.5 * plain['weights']
-
-
-def test_of_a_sparse_exchange_each_replica_sends_14_bits_of_each_kept_number_to_all_others():
-    shape = shape_of('llama with grouped queries')
-    diloco = FSDP | {'num_replicas': 4, 'inner_steps': 10, 'exchange_dtype': 'top2bit', 'exchange_k': 64}
-    sparse = predicted_traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent']
-    diloco['exchange_dtype'] = 'float32'
-    dense = predicted_traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent']
-    assert dense / sparse == pytest.approx((2 * 4 * 3 / 4) / (3 * 1.75 * 64 / 4096))  # 73: 146 / 2, for 4 replicas
+    diloco.update(exchange_dtype='float32')  # which rounds nothing
+    assert parts()['host outer'] == 2.5 * plain['weights']
 
 
 @pytest.mark.parametrize('strategy', ['fsdp', 'pipeline'])
@@ -697,10 +688,6 @@ def test_predicted_states_are_those_that_the_engines_hold(measured_runs):
             assert somewhere == pytest.approx(1e9 * held, rel=0.02), f'{part} of {name} on {ranks} ranks'
 
 
-def test_the_bucket_is_that_of_the_engine():
-    assert memory.DEEPSPEED_BUCKET == deepspeed_engine.BUCKET
-
-
 def assert_reaching_into_slices(model):
     """Assert that it follows from ZeRO's layout: the groups of the optimizer, one after the other."""
     groups = [[p.numel() for p in group['params']] for group in optim.parameter_groups(model, 0.1)]
@@ -710,7 +697,7 @@ def assert_reaching_into_slices(model):
             slice_size = 2 * -(-sum(lengths) // (2 * world_size))  # DeepSpeed pads the whole to an even number per rank
             starts = itertools.accumulate(lengths, initial=0)
             expected += sum(size for start, size in zip(starts, lengths, strict=False) if start < slice_size)
-        assert memory.reaching_into_slices(model, world_size) == expected, world_size
+        assert deepspeed_engine.reaching_into_slices(model, world_size) == expected, world_size
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)

@@ -13,7 +13,8 @@ import configurator
 import data
 from layout import accumulation_steps
 from model import GPT, ModelConfig
-from planning import memory, report, rules
+from optim import OPTIMIZERS
+from planning import report, rules
 
 CONFIG = {  # the script's defaults, and what config/enoki_8h.py sets
     'heads': 8,
@@ -187,7 +188,7 @@ def test_the_8_head_run():
 WITHOUT_A_FIT = ('sgd',)
 
 
-@pytest.mark.parametrize('optimizer', [name for name in memory.OPTIMIZER_MOMENTS if name not in WITHOUT_A_FIT])
+@pytest.mark.parametrize('optimizer', [name for name in OPTIMIZERS if name not in WITHOUT_A_FIT])
 def test_weight_decay_follows_the_form_of_the_optimizer(optimizer):
     run, _ = fill(optimizer=optimizer, omega=3.0)
     constant = optimizer in ('adamw', 'ademamix', 'muon')  # weight decay; the others' falls over wd_ts
@@ -305,7 +306,7 @@ def test_dry_run_shows_what_heads_decided():
     run, _ = fill()
     model = model_of(run).to_dict()
     system = {'dtype': 'bfloat16', 'device': 'cuda:0', 'activation_checkpointing': 'none', 'keep_checkpoints': 2}
-    system |= {'min_lr': 3e-5, 'lr_decay_iters': run['max_iters']}  # as fill_in() makes them of None
+    system |= {'min_lr': 3e-5, 'lr_decay_iters': run['max_iters']}  # as runtime/fill.py makes them of None
     printed = ' '.join(report.dry_run(run | system | model, model, world_size=4).split())
     for said in (
         'rules of heads=8',

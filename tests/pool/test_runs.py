@@ -223,7 +223,7 @@ def test_a_plan_measures_the_store_leaves_nothing_there_and_compares_itself_with
     table = said.partition('plan: ')[2]
     assert 'the store writes ' in table
     sizes = {}
-    for dtype in ('float32', 'bfloat16', 'int8', 'int4', 'top2bit'):
+    for dtype in ('float32', 'bfloat16', 'int8', 'int4'):
         (row,) = re.findall(rf' {dtype} +([\d.]+) +([\d.]+) +(.*)', table)
         shares = [float(share) for share in re.findall(r'([\d.]+)%', row[2])]
         assert len(shares) == 7 and shares == sorted(shares) and 0 < shares[0] <= shares[-1] <= 100

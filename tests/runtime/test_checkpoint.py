@@ -37,9 +37,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_manual
-import optim
 from model import ModelConfig
-from runtime import begin, checkpoint
+from runtime import begin, checkpoint, identity
 from system.files import sha256_of
 
 
@@ -252,7 +251,7 @@ def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
     saved = {'identity': {}, 'step': 75, 'config': before}
 
     def lines(**changes):
-        return begin.check_resume(saved, SimpleNamespace(**{**before, **changes}), {}, optim.learning_rate_at)
+        return identity.check_resume(saved, {**before, **changes}, {})
 
     assert lines() == []
     (changed,) = lines(beta1=0.8)
@@ -266,15 +265,35 @@ def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
     assert lines(max_iters=3, eval_only=True)
 
 
+def test_a_run_of_an_earlier_version_goes_on_unless_it_used_what_is_gone():
+    as_default = {'exchange_dtype': 'int4', 'error_feedback': True, 'exchange_k': 64, 'error_decay': None}
+    as_default |= {'fragment_mix': 0.0, 'overlap_steps': 0}
+
+    def resume(eval_only=False, **used):
+        keys = {'max_iters': 100, 'out_dir': 'a', 'eval_only': eval_only}
+        return identity.check_resume({'identity': {}, 'step': 5, 'config': {**as_default, **used}}, keys, {})
+
+    assert resume() == resume(exchange_k=9) == resume(error_decay=0.5, error_feedback=False) == []
+    assert resume(fragment_mix=0.5, overlap_steps=1) == []
+    for word, used in (
+        ('top2bit', {'exchange_dtype': 'top2bit'}),
+        ('error_decay=0.5', {'error_decay': 0.5}),
+        ('fragment_mix=0.0', {'overlap_steps': 1}),
+        ('fragment_mix=0.5', {'fragment_mix': 0.5}),
+    ):
+        with pytest.raises(ValueError, match=f'checkpoint .*{word}.* gone, .*--init_from=a, .*83d2e81'):
+            resume(**used)
+        assert resume(**used, eval_only=True) == []
+
+
 def test_a_run_of_another_parametrization_or_base_is_not_resumed():
-    config = SimpleNamespace(max_iters=100, out_dir='a', eval_only=False)
+    keys = {'max_iters': 100, 'out_dir': 'a', 'eval_only': False}
 
     def resume(**before):
         model = ModelConfig(n_embd=72, vocab_size=9, parametrization='completep', base_width=32, base_depth=2).to_dict()
-        identity = {'model': model}
         older = {key: value for key, value in (model | before).items() if value != 'absent'}
         saved = {'identity': {'model': older}, 'step': 5, 'config': {}}
-        return begin.check_resume(saved, config, identity, optim.learning_rate_at)
+        return identity.check_resume(saved, keys, {'model': model})
 
     assert resume() == []
     with pytest.raises(ValueError, match='model.base_width=16, .* 32: .*--out_dir'):

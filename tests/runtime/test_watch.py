@@ -10,11 +10,11 @@ EVERY = {'max_iters': 20, 'log_interval': 0, 'eval_interval': 0, 'eval_tasks_int
 EVERY |= {'checkpoint_interval': 0, 'permanent_interval': 0}
 
 
-def steps_due(what, tasks=('a task',), every=1, **keys):
+def steps_due(what, tasks='some tasks', every=1, **keys):
     """The steps of a run of 20 after which `what`, a field of Due, is due; asked only after each `every` steps."""
     watch = object.__new__(Watch)
     watch.config = SimpleNamespace(**EVERY | keys)
-    watch.run = SimpleNamespace(tasks=SimpleNamespace(tasks=tasks))
+    watch.run = SimpleNamespace(tasks=tasks)
     looks = range(every, 21, every)
     if every == 1:
         return [step for step in looks if getattr(watch.due(step), what)]
@@ -30,7 +30,7 @@ def steps_due(what, tasks=('a task',), every=1, **keys):
         ('evaluate', {'eval_interval': 7}, [7, 14, 20]),
         ('evaluate', {'eval_interval': 7, 'eval_iters': 0}, []),
         ('score', {'eval_tasks_interval': 9}, [9, 18, 20]),
-        ('score', {'eval_tasks_interval': 9, 'tasks': ()}, []),
+        ('score', {'eval_tasks_interval': 9, 'tasks': None}, []),
         ('save', {}, [20]),
         ('save', {'checkpoint_interval': 6}, [6, 12, 18, 20]),
         ('save', {'checkpoint_interval': 6, 'permanent_interval': 8}, [6, 8, 12, 16, 18, 20]),

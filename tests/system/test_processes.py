@@ -20,7 +20,7 @@ from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_function, run_sc
 from outputs import column
 
 import deepspeed_engine
-from runtime import begin
+from runtime import begin, fill
 from system import collectives, devices, processes
 
 # What a launcher, a wrapper or an earlier job has left in the environment, and what a script makes of it: (rank, local
@@ -328,11 +328,11 @@ def test_an_update_that_is_compiled_for_the_host_needs_a_compiler_for_it(
     config = SimpleNamespace(device='cuda:0', compile=True, optimizer=optimizer, cpu_offload=cpu_offload)
     config.optimizer_dtype = dtype
     run = SimpleNamespace(config=config, strategy=strategy, model_config=None, notes=[])
-    begin.fill_compile(run)
+    fill.fill_compile(run)
     assert config.compile is not needs_cxx and any('CXX' in note for note in run.notes) == needs_cxx
     monkeypatch.setenv('CXX', sys.executable)
     config.compile = True
-    begin.fill_compile(run)
+    fill.fill_compile(run)
     assert config.compile
 
 

@@ -1,4 +1,4 @@
-"""Rows and files that benchmarks/fuzz.py has drawn, and that once were learned wrong or ended in a traceback."""
+"""Rows and files that tests/fuzz.py has drawn, and that once were learned wrong or ended in a traceback."""
 
 import collections
 import gzip

@@ -13,7 +13,7 @@ from collections import namedtuple
 from html import escape
 from pathlib import Path
 
-ASSETS = Path(__file__).resolve().parent.parent / 'assets'
+ASSETS = Path(__file__).resolve().parent.parent.parent / 'assets'
 WIDTH = 600
 SMALL, LARGE = 20, 22  # of text
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"

@@ -1,6 +1,6 @@
 """
 Which part of a model does each rank hold under each strategy? Found by cutting a real model, for
-benchmarks/draw_strategies.py.
+draw_strategies.py.
 
     held = placements.held_by_all()['ZeRO 3 (FSDP)'][1]     # of rank 1
     held.own['moments']['blocks.0.attn.qkv.weight']     # True where this rank holds the moments of that element
@@ -29,7 +29,7 @@ import tensor_manual
 from layout import Layout, Ranks, Share
 from model import GPT, ModelConfig
 from planning import layouts
-from runtime import begin
+from runtime.first_weights import initialise
 
 RANKS = 4
 KINDS = ('weights', 'gradients', 'moments')
@@ -156,7 +156,7 @@ def _held(strategy, keys, config, rank):
     run = SimpleNamespace(
         found=None, start_from=None, pretrained=None, config=config, device=device, home=device, share=share
     )
-    begin.initialise(raw_model, run)
+    initialise(raw_model, run)
 
     # First the weights at rest. Then a step whose gradients are the same numbers; with beta1 = 0 Adam's first moments
     # are the gradients, so they are these numbers, too.

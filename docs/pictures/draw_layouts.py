@@ -1,8 +1,8 @@
 """
 Does a run keep its losses when its layout changes again and again? Draws such a run on the same run left alone.
 
-    python benchmarks/draw_layouts.py --run      # some minutes on 2 cores; writes docs/layouts.json, then draws
-    python benchmarks/draw_layouts.py            # draws assets/layouts_light.svg and assets/layouts_dark.svg from it
+    python docs/pictures/draw_layouts.py --run      # some minutes on 2 cores; writes layouts.json, then draws
+    python docs/pictures/draw_layouts.py            # draws assets/layouts_light.svg and assets/layouts_dark.svg from it
 
 Both train the model of config/quickstart.py in fp32, on stdlib-bpe2048 (python prepare_data.py). One consists of seven
 legs: each leg is another script or another layout, and resumes the checkpoint that the leg before has left in out_dir.
@@ -15,10 +15,11 @@ import shutil
 import sys
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.pictures import Drawing, save, scale
+from svg import Drawing, save, scale
+
 from benchmarks.runs import metrics, run_script
 
 LEGS = [  # what it is called, ranks, script and keys
@@ -30,7 +31,7 @@ LEGS = [  # what it is called, ranks, script and keys
     ('pipeline, 2 stages', 2, 'train_pipeline.py', []),
     ('one process again', 1, 'train_ddp.py', []),
 ]
-RESULTS = REPO / 'docs' / 'layouts.json'
+RESULTS = Path(__file__).parent / 'layouts.json'
 
 
 def train(folder, data_dir, steps_per_leg):

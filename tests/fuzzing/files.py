@@ -17,7 +17,7 @@ import lzma
 import re
 from pathlib import Path
 
-from benchmarks.fuzzing.cases import LFS, LIMIT, PIECES, Refused, Words, Wrong, check, draw_text, is_clear, some
+from fuzzing.cases import LFS, LIMIT, PIECES, Refused, Words, Wrong, check, draw_text, is_clear, some
 from system.errors import one_line
 from text import chat_rows, documents, sources
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.fuzzing.cases import LIMIT, SPECIALS, STAYS, Words, Wrong, check, draw_text, small_tokenizer, some
-from benchmarks.fuzzing.templates import ASK_FOR_NULL, DATES, TEMPLATES
 from dataset.shards import AS_END, FIRST, LEARNED
+from fuzzing.cases import LIMIT, SPECIALS, STAYS, Words, Wrong, check, draw_text, small_tokenizer, some
+from fuzzing.templates import ASK_FOR_NULL, DATES, TEMPLATES
 from system.errors import one_line
 from text import chat_rows, conversations
 

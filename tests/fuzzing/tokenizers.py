@@ -6,8 +6,8 @@ The reference is AutoTokenizer, and tokenizer.json alone if that fails.
 
 import json
 
-from benchmarks.fuzzing.cases import NOT_JSON, Words, check, draw_text, small_tokenizer, some
-from benchmarks.fuzzing.templates import TEMPLATES
+from fuzzing.cases import NOT_JSON, Words, check, draw_text, small_tokenizer, some
+from fuzzing.templates import TEMPLATES
 from text import chat_rows, conversations, encoding
 from text import tokenizer as tokenizing
 

@@ -1,11 +1,10 @@
 """
-Draws pictures of the strategies from what the code itself computes: who holds what, who does what when, what fits.
+Draws pictures of the strategies from what the code itself computes: who holds what, what fits.
 
-    python benchmarks/draw_strategies.py                # all; each as assets/NAME_light.svg and assets/NAME_dark.svg
-    python benchmarks/draw_strategies.py placements     # who holds which part of the model (benchmarks/placements.py)
-    python benchmarks/draw_strategies.py timelines      # who does what when in a step (benchmarks/timelines.py)
-    python benchmarks/draw_strategies.py memory         # memory of a GPU by strategy and model (planning/memory.py)
-    python benchmarks/draw_strategies.py bytes          # loss against bytes sent (docs/loss_by_bytes.json)
+    python docs/pictures/draw_strategies.py                # all; each as assets/NAME_light.svg and assets/NAME_dark.svg
+    python docs/pictures/draw_strategies.py placements     # who holds which part of the model (placements.py)
+    python docs/pictures/draw_strategies.py memory         # memory of a GPU by strategy and model (planning/memory.py)
+    python docs/pictures/draw_strategies.py bytes          # loss against bytes sent (loss_by_bytes.json)
 """
 
 import argparse
@@ -13,14 +12,14 @@ import json
 import sys
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks import pictures
-from benchmarks.pictures import Drawing
+import svg
+from svg import Drawing
 
 RANKS = 4
-NAMES = ['placements', 'timelines', 'memory', 'bytes']
+NAMES = ['placements', 'memory', 'bytes']
 
 # --- WHO HOLDS WHAT ---------------------------------------------------------------------------------------------------
 
@@ -94,49 +93,6 @@ def draw_placements(found, theme):
     return drawing
 
 
-# --- WHO DOES WHAT WHEN -----------------------------------------------------------------------------------------------
-
-
-def draw_timelines(found, theme):
-    """found: {strategy: what timelines.of() says}."""
-    colours = {'forward': theme.sky, 'backward': theme.blue, 'sends': theme.orange, 'update': theme.green}
-    left, right, high, down = 116, 592, 20, 5
-    most = max(end for bars in found.values() for _, _, _, end in bars) * 1000
-    x = pictures.scale(0, most, left, right)
-    lanes_of = {name: list(dict.fromkeys(lane for lane, *_ in bars)) for name, bars in found.items()}
-    lanes_of = {name: sorted(lanes) for name, lanes in lanes_of.items()}
-    height = 76 + sum(40 + len(lanes) * (high + down) for lanes in lanes_of.values()) + 62
-    drawing = Drawing(height, f'What a GPU does when in a step, under {", ".join(found)}')
-    drawing.text(0, 26, 'One step on 4 GPUs, 2 in a node', theme.text, bold=True, size=25)
-    across = 0
-    for kind, colour in colours.items():
-        drawing.box(across, 44, 18, 18, colour)
-        drawing.text(across + 25, 60, kind, theme.text)
-        across += 25 + 12 * len(kind) + 20
-    above = 76
-    step = next(step for step in (10, 20, 25, 50, 100, 200, 250, 500) if most / step < 6)
-    ticks = range(0, int(most) + 1, step)
-    for tick in ticks:
-        drawing.line([(x(tick), above), (x(tick), height - 58)], theme.line, width=1)
-    for name, bars in found.items():
-        drawing.text(0, above + 24, name, theme.text, bold=True)
-        above += 34
-        for lane in lanes_of[name]:
-            drawing.text(left - 12, above + 17, lane, theme.quiet, anchor='end')
-            drawing.box(left, above, right - left, high, theme.empty)
-            for kind, colour in colours.items():
-                own = [(begin, end) for where, what, begin, end in bars if (where, what) == (lane, kind)]
-                places = [(x(1000 * begin), x(1000 * end)) for begin, end in own]
-                # a gap between neighbours, so that one can count them
-                drawing.boxes([(a, above, max(b - a - 0.7, 0.5), high) for a, b in places], colour)
-            above += high + down
-        above += 6
-    for tick in ticks:
-        drawing.text(x(tick), above + 26, str(tick), theme.quiet, anchor='middle')
-    drawing.text((left + right) / 2, above + 52, 'milliseconds, planned for H100s', theme.quiet, anchor='middle')
-    return drawing
-
-
 # --- WHAT FITS --------------------------------------------------------------------------------------------------------
 
 GPUS, CARD_GB = 8, 80
@@ -188,7 +144,7 @@ def draw_memory(found, theme):
     left, right, top, row = 128, 486, 96, 25  # bars are cut off at the right, and their numbers stand behind them
     colours = dict(zip(PARTS, (theme.blue, theme.orange, theme.green, theme.quiet), strict=True))
     most = 120  # GB at the right end
-    x = pictures.scale(0, most, left, right)
+    x = svg.scale(0, most, left, right)
     drawing = Drawing(top + len(found) * (46 + row * len(LAYOUTS)), 'Memory of a GPU by model and strategy')
     drawing.text(0, 26, f'Memory of each of {GPUS} GPUs', theme.text, bold=True, size=25)
     across = 0
@@ -227,7 +183,7 @@ def draw_memory(found, theme):
 
 # --- WHAT TRAVELS, FOR WHICH LOSS -------------------------------------------------------------------------------------
 
-DATA = REPO / 'docs' / 'loss_by_bytes.json'
+DATA = Path(__file__).parent / 'loss_by_bytes.json'
 # Where a name stands: x and y from its point, in units of the page, and which end of the name is there.
 PLACES = {
     'DDP': (-4, 36, 'middle'), 'DDP, Muon': (-4, 30, 'middle'), 'DiLoCo': (12, -12, 'start'), 'MuLoCo': (-14, 7, 'end'),
@@ -241,7 +197,7 @@ def draw_bytes(found, theme):
     drawing = Drawing(552, 'Loss against bytes sent: ' + ', '.join(run['name'] for run in runs))
     drawing.text(0, 26, 'Loss against bytes sent', theme.text, bold=True, size=25)
     drawing.text(0, 62, 'loss', theme.quiet)
-    x, y = pictures.scale(10, 50000, left, right, logarithmic=True), pictures.scale(3.8, 4.6, bottom, top)
+    x, y = svg.scale(10, 50000, left, right, logarithmic=True), svg.scale(3.8, 4.6, bottom, top)
     for tenths in range(38, 47, 2):
         drawing.line([(left, y(tenths / 10)), (right, y(tenths / 10))], theme.line, width=1)
         drawing.text(left - 10, y(tenths / 10) + 7, f'{tenths / 10:.1f}', theme.quiet, anchor='end')
@@ -273,20 +229,15 @@ if __name__ == '__main__':
     arguments = parser.parse_args()
     for name in arguments.names:
         if name == 'placements':
-            from benchmarks import placements
+            import placements
 
             found = placements.held_by_all()
-            pictures.save('placements', lambda theme, found=found: draw_placements(found, theme))
-        elif name == 'timelines':
-            from benchmarks import timelines
-
-            found = {strategy: timelines.of(strategy) for strategy in timelines.STRATEGIES}
-            pictures.save('timelines', lambda theme, found=found: draw_timelines(found, theme))
+            svg.save('placements', lambda theme, found=found: draw_placements(found, theme))
         elif name == 'memory':
             found = held_gb()
-            pictures.save('memory', lambda theme, found=found: draw_memory(found, theme))
+            svg.save('memory', lambda theme, found=found: draw_memory(found, theme))
         elif name == 'bytes':
             found = json.loads(DATA.read_text())
-            pictures.save('loss_by_bytes', lambda theme, found=found: draw_bytes(found, theme))
+            svg.save('loss_by_bytes', lambda theme, found=found: draw_bytes(found, theme))
         else:
             parser.error(f'{name}: expected {", ".join(NAMES)}')

@@ -9,7 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
-from benchmarks.fuzzing.cases import LFS, NOT_JSON, STAYS, Wrong, check, some
+from fuzzing.cases import LFS, NOT_JSON, STAYS, Wrong, check, some
 from system.errors import one_line
 
 SHARED = {'vocab_size': 64, 'bos_token_id': None, 'eos_token_id': 1, 'initializer_range': 0.2}

@@ -16,7 +16,7 @@ import types
 from pathlib import Path
 
 import configurator
-from benchmarks.fuzzing.cases import Refused, Wrong, check, some
+from fuzzing.cases import Refused, Wrong, check, some
 
 REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = [path for path in sorted(REPO.glob('*.py')) if configurator.read_knobs(path)]
@@ -113,11 +113,10 @@ def check_values(draw, folder):
 # --- effects ----------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = ('adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd')
-EXCHANGES = ('float32', 'bfloat16', 'int8', 'int4', 'top2bit')
+EXCHANGES = ('float32', 'bfloat16', 'int8', 'int4')
 # What these keys are for, by --help: {key: (value, the key that decides, its values, those that read it)}.
 TABLE = {
     'prefetch': (2, 'fsdp_impl', ('torch', 'manual'), ('manual',)),
-    'exchange_k': (9, 'exchange_dtype', EXCHANGES, ('top2bit',)),
     'error_feedback': (True, 'exchange_dtype', EXCHANGES, EXCHANGES[1:]),
     'lora_alpha': (3.0, 'lora_rank', (0, 1, 16), (1, 16)),
     'lora_targets': ('q_proj', 'lora_rank', (0, 1, 16), (1, 16)),

@@ -2,9 +2,9 @@
 Is data as people have it learned right, or else refused in one line? Draws rows, files, tokenizers, configurations and
 keys at random, spoils them, and looks at what becomes of each.
 
-    python benchmarks/fuzz.py --cases=20000 --seed=1              # failures, counts, frequent refusals: 2 to 3 minutes
-    python benchmarks/fuzz.py --seconds=120 --only=rows,files     # as many as two minutes allow
-    python benchmarks/fuzz.py --only=rows --seed=1234 --cases=1   # one case again: a failure prints its seed
+    python tests/fuzz.py --cases=20000 --seed=1              # failures, counts, frequent refusals: 2 to 3 minutes
+    python tests/fuzz.py --seconds=120 --only=rows,files     # as many as two minutes allow
+    python tests/fuzz.py --only=rows --seed=1234 --cases=1   # one case again: a failure prints its seed
 
 Case number n of a run has the seed SEED + n, which decides all of it. A case is one of
 
@@ -42,12 +42,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 
-from benchmarks.fuzzing.cases import STAYS, Refused, Wrong, is_clear
-from benchmarks.fuzzing.configs import check_config
-from benchmarks.fuzzing.files import check_files
-from benchmarks.fuzzing.keys import check_keys
-from benchmarks.fuzzing.rows import check_row
-from benchmarks.fuzzing.tokenizers import check_tokenizer
+from fuzzing.cases import STAYS, Refused, Wrong, is_clear
+from fuzzing.configs import check_config
+from fuzzing.files import check_files
+from fuzzing.keys import check_keys
+from fuzzing.rows import check_row
+from fuzzing.tokenizers import check_tokenizer
+
 from system.errors import is_users_mistake
 
 MOST_BYTES = 16 << 30  # of address space; torch alone takes 4 GB
@@ -110,7 +111,7 @@ def run(kinds, seed, n_cases=None, seconds=None, say=print):
         if outcome == 'failed':
             failures.append((seed + number, kind, line))
             say(f'FAILED {kind}, seed {seed + number}: {line}')
-            say(f'    again: python benchmarks/fuzz.py --only={kind} --seed={seed + number} --cases=1')
+            say(f'    again: python tests/fuzz.py --only={kind} --seed={seed + number} --cases=1')
         number += 1
     return outcomes, reasons, failures
 

@@ -1,14 +1,14 @@
-"""benchmarks/fuzz.py finds nothing in a short run, and finds a fault of each kind if there is one."""
+"""tests/fuzz.py finds nothing in a short run, and finds a fault of each kind if there is one."""
 
 import collections
 import dataclasses
 
+import fuzz
 import pytest
+from fuzzing import keys as fuzzing_keys
 
 import configurator
 import keys
-from benchmarks import fuzz
-from benchmarks.fuzzing import keys as fuzzing_keys
 from huggingface import finetune
 from text import chat_rows, conversations, documents
 from text import tokenizer as tokenizing

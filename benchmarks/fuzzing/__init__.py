@@ -1,1 +1,0 @@
-"""What benchmarks/fuzz.py draws, and with what it compares it."""

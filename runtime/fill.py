@@ -1,0 +1,191 @@
+"""
+Gives a value to every key that is None or follows from others, one topic after the other, and checks that all keys fit
+together. What the ranks divide among them (layout.py) is found here.
+
+    fill_in(run)    # run.config is final, run.layout and run.model_config are known
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from configurator import without_effect
+from layout import Layout, choose_sizes
+from model import ModelConfig
+from planning import checks, rules
+from runtime import batches, best
+from system import devices, processes, stopping
+
+
+def fill_in(run, ranks):
+    """
+    Fill in every key that is None or follows from others, one topic after the other, and check that they fit together.
+
+    ranks: how many share a global batch. Each step adds what it derived to run.notes. Raises ValueError if keys
+    contradict each other or the data.
+    """
+    fill_layout(run, ranks)
+    fill_data(run)
+    fill_length(run)
+    fill_rates(run)
+    plan_data(run)
+    fill_model(run)
+    fill_compile(run)
+    run.notes += checks.check(vars(run.config), run.layout, run.shape)
+    best.check_keys(vars(run.config))
+    check_effects(run)
+
+
+def check_effects(run):
+    """Note which keys were set and are not read. The conditions are in keys.py."""
+    config, pretrained = run.config, None if run.config.native else run.pretrained
+    facts = {'transformers': pretrained is not None, 'has_dropout': pretrained and pretrained.has_dropout}
+    facts |= {'is_chat': run.train_data.is_chat, 'ends_at_s': None}
+    if {'router_aux', 'router_z'} & {*run.explicit}:
+        facts['has_routers'] = pretrained and run.strategy != 'deepspeed' and pretrained.has_routers
+    if 'stop_before_end_s' in run.explicit:
+        facts['ends_at_s'] = stopping.end_of_slurm_job()
+    run.notes += without_effect(Path(sys.argv[0]).name, config, run.explicit, **facts)
+
+
+def fill_layout(run, ranks):
+    """How the ranks divide the work. The global batch is fixed; the number of ranks decides only how many micro-steps
+    each of them needs for its share."""
+    config, train, val = run.config, run.train_data, run.val_data
+    choose_sizes(config, run.strategy, ranks, processes.local_world_size())
+    run.layout = Layout.of(vars(config), run.strategy, ranks)
+    others = ' + '.join(f'{source.name} ({source.split})' for source in val.sources)
+    of_others = f' of {others}' if config.val_dataset else ''
+    run.notes += [
+        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens{of_others}',
+        batches.batch_line(config.batch_size, run.layout, config.block_size),
+    ]
+
+
+def fill_compile(run):
+    config = run.config
+    if config.compile and run.model_config and run.model_config.n_experts:
+        exchanges = run.layout.expert > 1  # sizes depend on the routing, so torch.compile cannot know them
+        is_grouped = config.device.startswith('cuda') and config.dtype == 'bfloat16'  # one kernel for all experts
+        if exchanges or not is_grouped:
+            config.compile = False
+            where = 'without expert_parallel' if exchanges else 'in bfloat16 on a GPU'
+            run.notes.append(f'compile: experts are compiled {where} alone: the run goes on uncompiled')
+    compiled_for = {config.device}
+    offload = vars(config).get('cpu_offload', 'none')
+    updates_on_host = offload == 'params' or (offload == 'optimizer' and run.strategy == 'deepspeed')
+    is_fused = config.optimizer in ('adamw', 'sgd') and config.optimizer_dtype == 'float32'  # torch's own: not compiled
+    if updates_on_host and not is_fused:
+        compiled_for.add('cpu')
+    if config.compile and not all(map(devices.has_compiler, compiled_for)):
+        config.compile = False
+        run.notes.append(
+            'compile: no C compiler is found (CXX or g++ for what a CPU computes, CC or gcc for a GPU): '
+            'the run goes on uncompiled'
+        )
+    if config.compile:
+        run.notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
+
+
+def fill_data(run):
+    """Keys that follow from the datasets: the vocabulary, and whether a sequence holds several documents."""
+    config, train_data, pretrained = run.config, run.train_data, run.pretrained
+    config.vocab_size = config.vocab_size or train_data.vocab_size
+    config.packed, config.chats = train_data.has_starts, train_data.is_chat
+    if train_data.is_chat and not pretrained:
+        raise ValueError(
+            f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
+        )
+    longest = max(getattr(source, 'longest', 0) for source in train_data.sources)
+    if longest > config.block_size + 1:
+        whole = longest - 1  # the last token is only ever a target
+        most = min(whole, pretrained.positions or whole)
+        wider = f'; the model has positions for --block_size={most}' if most > config.block_size else ''
+        if most < whole:
+            wider = wider or ', all positions that the model has'
+            run.notes.append(
+                f'the longest conversation needs {whole:,} tokens, block_size is {config.block_size:,}{wider}'
+            )
+        else:
+            run.notes.append(f'--block_size={most} keeps every conversation whole')
+    if train_data.is_packed and not config.packing:
+        run.notes.append(line_of_padding(run, longest))
+
+
+def line_of_padding(run, longest):
+    """Why each document has a row of its own, and what that costs. longest: tokens of the longest conversation."""
+    sources, block_size = run.train_data.sources, run.config.block_size
+    rows = sum(source.n_windows for source in sources)
+    tokens = sum((1 - source.padding) * source.n_windows for source in sources) * block_size
+    packed = sum(source.count_packed() for source in sources)  # two conversations of 0.6 block_size share no row
+    reason = f' ({run.pretrained.arch} would let them see each other)' if 'packing' not in run.explicit else ''
+    line = (
+        f'packing=False: one conversation or document a sequence{reason}, {rows:,} sequences, of which '
+        f'{1 - tokens / (rows * block_size):.0%} is padding without loss: '
+        f'{rows / packed:.1f} times the work of packed ones'
+    )
+    if 0 < longest - 1 < block_size:
+        times = rows * (longest - 1) / (packed * block_size)
+        line += f', and {times:.1f} times with --block_size={longest - 1}, the longest'
+    return line
+
+
+def fill_length(run):
+    """Derive max_iters from num_epochs; a max_iters on the command line wins."""
+    config, train_data = run.config, run.train_data
+    if config.num_epochs is None:
+        return
+    if run.explicit.get('max_iters') == 'command line':
+        run.notes.append(
+            f'num_epochs={config.num_epochs} does not count: max_iters={config.max_iters} is on the command line'
+        )
+    elif len(train_data.sources) > 1:
+        raise ValueError(
+            f'num_epochs={config.num_epochs}: sources of a mixture have epochs of their own; use --max_iters'
+        )
+    else:
+        config.max_iters = batches.iterations_of_epochs(
+            config.num_epochs, train_data.n_windows, config.global_batch_size
+        )
+        if config.dataset == 'synthetic':
+            run.notes.append(
+                f'num_epochs={config.num_epochs} counts passes over the {train_data.n_tokens:,} random tokens of '
+                'dataset=synthetic; the schedule of your own data needs --dataset=NAME, or --max_iters'
+            )
+
+
+def fill_rates(run):
+    """Fill in wd_ts and the weight decay that follows from it, and with `heads` the sizes and rates of the published
+    rules; then the end of the learning rate's schedule and its lowest value."""
+    config, explicit = run.config, run.explicit
+    if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not run.pretrained:
+        raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
+    filled, rule_notes = rules.fill_from_heads(vars(config), explicit)
+    vars(config).update(filled)
+    run.notes += rule_notes + batches.cautions(vars(config), run.train_data.n_windows)
+    config.lr_decay_iters = config.lr_decay_iters or config.max_iters
+    if config.min_lr is None:
+        config.min_lr = config.learning_rate / 10
+
+
+def plan_data(run):
+    """Compute at which sequence each stage of a mixture begins, which depends on the run's length."""
+    config = run.config
+    for split in (run.train_data, run.val_data):
+        split.plan(config.max_iters, config.global_batch_size)
+    run.notes += run.train_data.lines()
+
+
+def fill_model(run):
+    """Replace sizes that are None by the architecture's defaults, and copy all of the model's keys into config."""
+    config = run.config
+    if config.native:
+        from huggingface import native
+
+        factors = {'router_aux': config.router_aux, 'router_z': config.router_z}
+        run.model_config = replace(native.model_config_of(run.pretrained), **factors)
+    elif not run.pretrained:
+        run.model_config = ModelConfig.from_keys(vars(config))
+    vars(config).update(run.shape.to_dict())
+    if config.native:  # keep what the user asked for: Pretrained.from_run() derives the rest from it again
+        config.rope_theta, config.yarn = run.pretrained.rope_theta, run.pretrained.yarn

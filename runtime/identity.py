@@ -1,0 +1,77 @@
+"""
+Is this checkpoint one of this run? It is if both have the same model, data, optimizer, batch and seed.
+
+    identity = identity_of(keys, shape, train_data)         # goes into state.json with each checkpoint
+    run.notes += check_resume(state, keys, identity)        # or a ValueError that says what differs
+"""
+
+import json
+
+import optim
+from configurator import refuse_gone
+from runtime import checkpoint
+
+
+def identity_of(keys, shape, train_data):
+    """The settings that must be the same in a checkpoint and in the run that resumes from it."""
+    may_change = ('dropout', 'lora_dropout', 'z_loss', 'router_aux', 'router_z')
+    model = {key: value for key, value in shape.to_dict().items() if key not in may_change}
+    if 'frozen_dtype' in model:  # the dtype may change between bfloat16 and float32 if no weight is rounded by it
+        model['frozen_dtype'] = shape.frozen_rounding
+    return {
+        'model': model,
+        'data': train_data.plan(keys['max_iters'], keys['global_batch_size']),
+        **{key: keys[key] for key in ('optimizer', 'global_batch_size', 'seed')},
+    }
+
+
+def in_words(keys):
+    """The keys that say which data a run reads, for a message."""
+    shown = ['dataset', *(('dataset_stages', 'max_iters') if keys.get('dataset_stages') else ())]
+    shown += ['windows'] if keys.get('windows') == 'documents' else []
+    shown += ['packing'] if keys.get('packing') is False else []
+    return ', '.join(f'{key}={keys[key]}' for key in shown)
+
+
+def check_resume(saved, keys, identity):
+    """
+    Check that a checkpoint belongs to this run. Returns lines for the log: which keys differ from the checkpoint's, and
+    before them a warning if the learning rate jumps.
+
+    saved: the checkpoint's state. identity: this run's. Raises ValueError if the checkpoint belongs to a different run,
+    or is beyond max_iters.
+    """
+    step, before, now = saved['step'], saved['config'], json.loads(json.dumps(keys))  # as state.json has them
+    was, now_is = saved['identity'].get('data'), identity.get('data')
+    if isinstance(was, str):  # written by a version without mixtures
+        was = [[0, {was: '1'}]]
+    was, now_is = ([stage for stage in plan or [] if stage[0] < max(step, 1)] for plan in (was, now_is))
+    if was != now_is:
+        other = f'you ask for {in_words(now)}'
+        if in_words(before) == in_words(now):
+            other = 'whose tokens are others now: it was prepared anew'
+        raise ValueError(
+            f'the checkpoint was trained on {in_words(before)}, {other}: use another --out_dir, perhaps with '
+            f'--init_from={keys["out_dir"]}, which begins with its weights'
+        )
+    if not keys['eval_only']:
+        refuse_gone(before, 'the checkpoint was trained', f'begin anew with --init_from={keys["out_dir"]}')
+    then = {**saved['identity'], 'data': now_is}
+    of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}
+    of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0, 'logit_softcap': None, 'window_pattern': None}
+    then['model'] = {**of_earlier_versions, **then.get('model', {})}
+    checkpoint.check_identity(then, {**identity, 'data': now_is})
+    if step > keys['max_iters'] and not keys['eval_only']:
+        raise ValueError(
+            f'out_dir={keys["out_dir"]} is at step {step}, beyond max_iters={keys["max_iters"]}: go on with a larger '
+            '--max_iters, or begin another run in another --out_dir'
+        )
+    changed = [f'{key} {before[key]} -> {now[key]}' for key in now if key in before and before[key] != now[key]]
+    if not changed:
+        return []
+    schedule = ('learning_rate', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'min_lr')
+    was, becomes = (optim.learning_rate_at(step, *(of[key] for key in schedule)) for of in ({**now, **before}, now))
+    rates = (
+        [] if was == becomes else [f'WARNING: the learning rate jumps from {was:.2e} to {becomes:.2e} at step {step}']
+    )
+    return [*rates, f'changed since step {step}: {", ".join(changed)}']

@@ -1,0 +1,1 @@
+"""What tests/fuzz.py draws, and with what it compares it."""
