@@ -84,7 +84,7 @@ class Mixture:
 
     def lines(self):
         """The plan in words, for the log."""
-        lines = [source.line for source in self.sources if getattr(source, 'line', None)]
+        lines = [source.line for source in self.sources if source.line]
         if len(self.sources) == 1:
             return lines
         for order, (_, shares) in zip(self.orders, self.stages, strict=True):

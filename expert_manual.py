@@ -56,7 +56,8 @@ from model import GPT, SAVED_OPS, Experts, ModelConfig, TakeRows
 
 def check(keys, layout, shape):
     """Raise ValueError for a model whose experts cannot be divided among ranks, or a run that needs whole ones."""
-    given, n_experts = f'expert_parallel={layout.expert}', getattr(shape, 'n_experts', 0)
+    given = f'expert_parallel={layout.expert}'
+    n_experts = shape.n_experts if isinstance(shape, ModelConfig) else 0
     if not n_experts and not isinstance(shape, ModelConfig):
         way = 'use --native=True, or ' if shape.arch == 'qwen3_moe' else ''
         raise ValueError(
@@ -227,12 +228,13 @@ def balance_experts(model, skip=False, group=None):
     more easily. There is no loss that would pull the router away from what the model is trained for (DeepSeek: arXiv
     2408.15664).
     """
-    routers = getattr(model, 'routers', None)
+    routers = model.routers
     if not routers:
         return
     seen = torch.stack([router.seen for router in routers])  # (L, E+1)
     dist.all_reduce(seen, group=group)
-    model.routed = seen  # for router_metrics()
+    for router, counts in zip(routers, seen, strict=True):
+        router.seen_by_all = counts  # for router_metrics()
     torch._foreach_zero_([router.seen for router in routers])
     if skip is True:
         return
@@ -264,10 +266,10 @@ def router_metrics(model):
     router/violation_of_layers, router/dead_of_layers    for each layer, from the first to the last
     router/load_of_worst_layer    in the layer with the largest violation: tokens of each expert over the mean
     """
-    seen = getattr(model, 'routed', None)
-    if seen is None:
+    if not model.routers or model.routers[0].seen_by_all is None:
         return {}
-    seen = seen.cpu()  # waits here; with so few numbers a CPU is quicker than a GPU
+    # The host waits here. With so few numbers a CPU is quicker than a GPU.
+    seen = torch.stack([router.seen_by_all for router in model.routers]).cpu()
     counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
     load = counts / counts.mean(1, keepdim=True)  # (L, E)
     tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]

@@ -48,6 +48,7 @@ import data
 from evaluation.prompts import TransformersLanguage
 from huggingface import convert, finetune, lora, native, rounding
 from model import GPT, ModelConfig
+from moments import is_finite
 from runtime import checkpoint
 from system import errors, files
 from text.conversations import template_of
@@ -114,7 +115,7 @@ def change_dtype(model, to):
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not any(re.search(pattern, name) for pattern in kept):
             tensor.data = tensor.data.to(to)
-            if not checkpoint.is_finite(tensor.data):
+            if not is_finite(tensor.data):
                 raise ValueError(f'dtype={config.dtype}: {name} goes beyond 65,504: use --dtype=bfloat16 or float32')
 
 

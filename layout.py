@@ -52,14 +52,10 @@ class Layout:
 
         Raises ValueError if ranks or sequences cannot be divided so.
         """
-        size, left = {axis: keys.get(key, 1) for axis, key in KEYS.items()}, ranks
-        for axis in ('replica', 'stage'):
-            refuse_unless_it_divides(KEYS[axis], size[axis], left)
-            left //= size[axis]
-        refuse_unless_it_divides(KEYS['context'], size['context'], left)
-        refuse_unless_it_divides(KEYS['tensor'], size['tensor'], left // size['context'])
-        refuse_unless_it_divides(KEYS['replicate'], size['replicate'], left // size['tensor'])
-        left //= size['tensor'] * size['replicate']
+        size = {axis: keys.get(key, 1) for axis, key in KEYS.items()}
+        refuse_unless_they_divide(ranks, size, 'replica', 'stage', 'context', 'tensor')
+        refuse_unless_they_divide(ranks, size, 'replica', 'stage', 'tensor', 'replicate')
+        left = ranks // (size['replica'] * size['stage'] * size['tensor'] * size['replicate'])
         if strategy in COPIES:
             size['replicate'], left = left, 1
         reading = ranks // (size['stage'] * size['context'] * size['tensor'])
@@ -75,6 +71,17 @@ class Layout:
     def sharing(self):
         """How many ranks work on the same sequences."""
         return self.stage * self.context * self.tensor
+
+    def batch_line(self, batch_size, block_size):
+        """The batch arithmetic with its numbers, on one line."""
+        sequences = batch_size * self.micro_steps * self.reading
+        rank_factor = (self.reading, 'rank' if self.sharing == 1 else 'rank group')
+        factors = ((batch_size, 'sequence'), (self.micro_steps, 'micro-step'), rank_factor)
+        per_step = ' x '.join(counted(number, noun) for number, noun in factors)
+        return (
+            f'{per_step} = {counted(sequences, "sequence")} x {counted(block_size, "token")} '
+            f'= {sequences * block_size:,} tokens per step'
+        )
 
     @property
     def is_diloco(self):
@@ -126,10 +133,17 @@ def choose_sizes(config, strategy, ranks, ranks_per_node):
         config.global_batch_size = config.batch_size * layout.reading * layout.stage
 
 
-def refuse_unless_it_divides(key, value, ranks):
-    if ranks % value:
-        divisors = ', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        raise ValueError(f'{key}={value} does not divide {ranks} ranks: use one of {divisors}, or start other ranks')
+def refuse_unless_they_divide(ranks, size, *axes):
+    """Raise ValueError unless each of these axes divides what those before it leave of the ranks."""
+    left, of = ranks, f'{ranks} ranks'
+    for axis in axes:
+        given = f'{KEYS[axis]}={size[axis]}'
+        if left % size[axis]:
+            divisors = ', '.join(str(n) for n in range(1, left + 1) if left % n == 0)
+            raise ValueError(f'{given} does not divide {of}: use one of {divisors}, or start other ranks')
+        if size[axis] > 1:
+            left //= size[axis]
+            of = f'the {counted(left, "rank")} that are left of {ranks} by {given}'
 
 
 # --- what a rank has --------------------------------------------------------------------------------------------------

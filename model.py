@@ -536,6 +536,7 @@ class Balance(nn.Module):
         # This rank's counts in the step so far: the tokens of each expert, and last the sum over tokens of the router's
         # entropy. In float64, which counts up to 2^53 one by one.
         self.register_buffer('seen', torch.empty(self.n_experts + 1, dtype=torch.float64), persistent=False)
+        self.seen_by_all = None  # the same of all ranks in the last step, for the log
         self.begin()
 
     def begin(self):

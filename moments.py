@@ -292,6 +292,14 @@ def local(tensor):
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def is_finite(tensor):
+    """Whether all numbers in this rank's part of a tensor are finite."""
+    piece = local(tensor)
+    if not piece.is_floating_point() or not piece.numel():
+        return True
+    return torch.stack(piece.aminmax()).isfinite().all().item()  # NaN gives NaN; saves isfinite()'s memory
+
+
 def in_parts(items, size_of, most):
     """Yields lists of consecutive items, each of one item or of several whose sizes add up to `most` or less."""
     part, size = [], 0

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 import moments
 from layout import WHOLE
+from model import GPT, Attention, ExpertLinear
 from moments import in_parts, local
 
 SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
@@ -125,11 +126,11 @@ def hidden_matrices(model):
     """
     hidden, others = {}, set()
     for name, module in model.named_modules():
-        if hasattr(module, 'heads_of_qkv'):  # numbers of heads: queries (and gates), keys, values
+        if isinstance(module, Attention):  # numbers of heads: queries (and gates), keys, values
             hidden[module.qkv.weight] = [heads * module.head_dim for heads in module.heads_of_qkv]
         for own_name, parameter in module.named_parameters(recurse=False):
             is_hidden = parameter.dim() == 2 and not isinstance(module, nn.Embedding) and parameter.requires_grad
-            if is_hidden and hasattr(module, 'n_matrices'):  # of experts
+            if is_hidden and isinstance(module, ExpertLinear):
                 hidden[parameter] = [parameter.shape[0] // module.n_matrices] * module.n_matrices
             if is_hidden and name.split('.')[-1] not in ('head', 'lm_head') and own_name not in ('lora_A', 'lora_B'):
                 hidden.setdefault(parameter, [parameter.shape[0]])
@@ -806,13 +807,12 @@ def scaled_groups(groups, model, optimizer):
     An optimizer's groups, split if `model` is a GPT with a parametrization: parameters in blocks get 'lr_factor',
     'weight_decay' and 'eps' by the table. Raises ValueError for an optimizer for which the table is wrong.
     """
-    config = getattr(model, 'config', None)
-    if getattr(config, 'parametrization', 'standard') == 'standard':
+    if not isinstance(model, GPT) or model.config.parametrization == 'standard':
         return groups
     if optimizer == 'sgd':
         advice = 'its steps grow with the gradients; use --optimizer=adamw'
-        raise ValueError(f'optimizer=sgd with parametrization={config.parametrization!r}: {advice}')
-    (m_N, m_L), in_blocks, found = config.ratios, set(model.blocks.parameters()), []
+        raise ValueError(f'optimizer=sgd with parametrization={model.config.parametrization!r}: {advice}')
+    (m_N, m_L), in_blocks, found = model.config.ratios, set(model.blocks.parameters()), []
     for group in groups:
         found.append(group | {'params': [parameter for parameter in group['params'] if parameter not in in_blocks]})
         inside = [parameter for parameter in group['params'] if parameter in in_blocks]

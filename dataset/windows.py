@@ -68,6 +68,8 @@ class TokenDataset:
     """
 
     is_packed = is_chat = False
+    line = None  # for the log
+    longest = 0  # tokens of the longest conversation
 
     def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard, packing=True):
         """shards: names, in order. open_shard(name): returns its tokens, an object with a length that can be sliced."""

@@ -13,7 +13,7 @@ import torch
 import data
 from evaluation import generating, scoring
 from evaluation.prompts import ends_of_texts
-from evaluation.sampling import NotFinite, not_finite
+from evaluation.sampling import NotFinite, not_finite, unwrapped
 from evaluation.tasks import (
     NativeEncoder,
     TransformersEncoder,
@@ -66,7 +66,7 @@ class Evaluation:
         The model may be wrapped or sharded, and is put into eval mode meanwhile. Scores that are not finite are left
         out. bars: draw a progress bar for each task. beat: called before each forward pass. Raises NotFinite if a
         score would be made of what is not finite."""
-        raw_model, was_training = getattr(model, 'module', model), model.training  # DDP has a module
+        raw_model, was_training = unwrapped(model), model.training
         for task, requests in zip(self.tasks, self.requests, strict=True):
             began, bar = time.perf_counter(), task.name if bars else None
             model.eval()
@@ -89,7 +89,7 @@ class Evaluation:
             prompts = [prompt for (prompt,) in requests]
             texts = generating.write_answers(model, prompts, self.encoder, self.batch_size, self.device, bar, beat)
             return texts, scores_of_answers(task, texts)
-        config = getattr(model, 'module', model).config  # DDP has a module
+        config = unwrapped(model).config
         # Rows with branches (see scoring.py) need these scripts' attention: transformers' own would mix the branches.
         shares = getattr(config, '_attn_implementation', finetune.ATTENTION) == finetune.ATTENTION
         options = (self.longest, self.batch_size, self.device, shares, bar, beat, self.tensor_parallel)

@@ -14,9 +14,15 @@ except for rounding: matmuls of another size, and attention with a mask, add up 
 import math
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from layout import counted
 from model import GPT, MaskedAttention
+
+
+def unwrapped(model):
+    """The model itself, if it is in a DistributedDataParallel."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 class NotFinite(ValueError):
@@ -25,7 +31,7 @@ class NotFinite(ValueError):
 
 def not_finite(numbers, model):
     """The error that says so. numbers: which ones, in words. (Weights are checked where they are read.)"""
-    dtype = str(getattr(model, 'module', model).compute_dtype).removeprefix('torch.')  # DDP has a module
+    dtype = str(unwrapped(model).compute_dtype).removeprefix('torch.')
     advice = 'its weights are of a training that has diverged: take earlier ones'
     if dtype == 'float16':
         advice = 'use --dtype=bfloat16 or --dtype=float32, which go beyond 65,504'
@@ -72,7 +78,7 @@ def stream_batch(
     """
     if not all(prompts):
         raise ValueError('an empty prompt: expected at least one token')
-    itself = getattr(model, 'module', model)  # DDP has a module
+    itself = unwrapped(model)
     slides = isinstance(itself, GPT)
     config = itself.config if slides else itself.config.get_text_config()
     positions = config.block_size if slides else getattr(config, 'max_position_embeddings', None) or math.inf

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from model import is_load
-from runtime.checkpoint import is_finite
+from moments import is_finite
 from system.files import refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several

@@ -15,7 +15,6 @@ from planning.memory import held, memory_bytes, plans, totals
 from planning.rules import rule_rows
 from planning.sizes import empty_model
 from planning.traffic import sent
-from runtime.batches import batch_line
 
 
 def dry_run(config, shape, world_size, strategy='ddp'):
@@ -71,7 +70,7 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     if strategy == 'pipeline':
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', columns(sent_by_stage))
 
-    lines += ['', 'batch', f'  {batch_line(config["batch_size"], layout, config["block_size"])}']
+    lines += ['', 'batch', f'  {layout.batch_line(config["batch_size"], config["block_size"])}']
     if (copies := config.get('replicate_size', 1)) > 1:
         shards = counted(world_size // copies, 'rank')
         lines.append(f'  layout: {copies} copies of the model, each sharded over {shards}')

@@ -13,6 +13,7 @@ import math
 from functools import lru_cache
 
 import torch
+from torch import nn
 
 from layout import WHOLE, Ranks, Share
 from model import GPT, ModelConfig
@@ -74,7 +75,8 @@ class Weights:
         self.named = dict(model.named_parameters())
         self.all = [*self.named.values()]
         self.trained = [parameter for parameter in self.all if parameter.requires_grad]
-        blocks = [[*block.parameters()] for block in model.blocks.children()]
+        blocks = model.blocks.values() if isinstance(model.blocks, nn.ModuleDict) else model.blocks  # of a Stage or not
+        blocks = [[*block.parameters()] for block in blocks]
         in_blocks = {parameter for block in blocks for parameter in block}
         self.block = blocks[0]  # of one block; all are alike
         self.root = [parameter for parameter in self.all if parameter not in in_blocks]  # a tied head is there once

@@ -26,7 +26,7 @@ from layout import FP32, Layout
 from model import ModelConfig, idle_numbers
 from planning import sizes, traffic
 from planning.memory import Plan
-from runtime import meter
+from system.devices import PEAK_FLOPS
 
 # What a GPU reaches, for use if nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention:
 # the same for FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an
@@ -68,7 +68,7 @@ def assumed(gpu, gpus, node_gpus):
         raise ValueError(f'gpu={gpu!r}: expected {", ".join(GPUS)}, or cpu with --measured and --links')
     check_nodes(gpus, node_gpus)
     kind = GPUS[gpu]
-    peak = next(peak for pattern, peak in meter.PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
+    peak = next(peak for pattern, peak in PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
     # In fp32 AdamW reads weight, gradient and two moments, and writes all but the gradient, which clipping reads again.
     update = 8 * FP32 / kind.memory
     device = Device(kind.matmul * peak, kind.attention * peak, kind.memory, update, peak, (1.0, 1.0), NOTHING_BESIDE)

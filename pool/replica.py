@@ -59,11 +59,11 @@ import torch.distributed as dist
 from configurator import read_knobs, refuse_gone
 from exchange.codec import decode_flat, encode_flat
 from keys import GONE
+from moments import is_finite
 from pool.ledger import Ledger
 from pool.round_watch import RoundWatch
 from pool.rows import checksum, copies
 from pool.store import digest_of, open_store
-from runtime.checkpoint import is_finite
 from system.collectives import on_rank_0
 from system.files import ROOT, write_file
 

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 import data
-import float8
 import offload
 from dataset.windows import read_meta
 from layout import Layout, Share
@@ -67,11 +66,6 @@ class Run:
         return self.device.type == 'cuda'
 
     @property
-    def home(self):
-        """The device where weights and optimizer state live."""
-        return torch.device('cpu') if vars(self.config).get('cpu_offload') == 'params' else self.device
-
-    @property
     def shape(self):
         """What the model is: a ModelConfig, or the finetune.Pretrained of a class of transformers."""
         return self.model_config or self.pretrained
@@ -79,6 +73,11 @@ class Run:
     @property
     def tokens_per_step(self):
         return self.config.global_batch_size * self.config.block_size
+
+    @property
+    def home(self):
+        """The device where weights and optimizer state live."""
+        return torch.device('cpu') if vars(self.config).get('cpu_offload') == 'params' else self.device
 
     def join(self):
         """Join the process group and find the checkpoint to resume from. With dry_run, print the plan and exit instead.
@@ -267,6 +266,8 @@ def make_model(run):
 
         run.share.first_value = native.Weights(run.pretrained, run.model_config).initial_value
     if config.matmul_dtype:
+        import float8
+
         float8.convert(model)
     offload.checkpoint_activations(model, config.activation_checkpointing)
     if config.compile:

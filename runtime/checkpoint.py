@@ -357,7 +357,14 @@ class Saver:
 
         Raises ValueError on all ranks if a weight is not finite on any of them: such a checkpoint would be useless.
         """
-        bad = next((key for key, value in tensors.items() if key.startswith('model.') and not is_finite(value)), None)
+        bad = next(
+            (
+                key
+                for key, value in tensors.items()
+                if key.startswith('model.') and not moments.is_finite(local_piece(value))
+            ),
+            None,
+        )
         names = {key: name_of_copies(key, tensor) for key, tensor in tensors.items()}
         copies = {name: local_piece(tensors[key]).nbytes for key, name in names.items() if name}
         everybodys = [None] * self.world_size
@@ -491,14 +498,6 @@ def name_of_copies(key, tensor):
     mesh = tensor.device_mesh  # HSDP: (replicate, shard)
     is_replicated = mesh.ndim == 2 and tensor.placements[0].is_replicate()
     return f'{key} {mesh.get_local_rank(1)}' if is_replicated else None
-
-
-def is_finite(tensor):
-    """Whether all numbers in this rank's part of a tensor or DTensor are finite."""
-    piece = local_piece(tensor)
-    if not piece.is_floating_point() or not piece.numel():
-        return True
-    return torch.stack(piece.aminmax()).isfinite().all().item()  # NaN gives NaN; saves isfinite()'s memory
 
 
 def describe_failure(error, rank):

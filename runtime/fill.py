@@ -5,15 +5,17 @@ together. What the ranks divide among them (layout.py) is found here.
     fill_in(run)    # run.config is final, run.layout and run.model_config are known
 """
 
+import math
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 from configurator import without_effect
 from layout import Layout, choose_sizes
 from model import ModelConfig
 from planning import checks, rules
-from runtime import batches, best
+from runtime import best
 from system import devices, processes, stopping
 
 
@@ -58,7 +60,7 @@ def fill_layout(run, ranks):
     of_others = f' of {others}' if config.val_dataset else ''
     run.notes += [
         f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens{of_others}',
-        batches.batch_line(config.batch_size, run.layout, config.block_size),
+        run.layout.batch_line(config.batch_size, config.block_size),
     ]
 
 
@@ -144,14 +146,17 @@ def fill_length(run):
             f'num_epochs={config.num_epochs}: sources of a mixture have epochs of their own; use --max_iters'
         )
     else:
-        config.max_iters = batches.iterations_of_epochs(
-            config.num_epochs, train_data.n_windows, config.global_batch_size
-        )
+        config.max_iters = iterations_of_epochs(config.num_epochs, train_data.n_windows, config.global_batch_size)
         if config.dataset == 'synthetic':
             run.notes.append(
                 f'num_epochs={config.num_epochs} counts passes over the {train_data.n_tokens:,} random tokens of '
                 'dataset=synthetic; the schedule of your own data needs --dataset=NAME, or --max_iters'
             )
+
+
+def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
+    """Optimizer steps for num_epochs passes over n_windows sequences."""
+    return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.07 * 100 is above 7
 
 
 def fill_rates(run):
@@ -162,10 +167,35 @@ def fill_rates(run):
         raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
     filled, rule_notes = rules.fill_from_heads(vars(config), explicit)
     vars(config).update(filled)
-    run.notes += rule_notes + batches.cautions(vars(config), run.train_data.n_windows)
+    run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10
+
+
+def cautions(keys, n_windows):
+    """
+    Warnings for the log about settings that are legal but probably a mistake. n_windows: sequences in the training
+    data. Raises ValueError for settings that are not legal.
+    """
+    if keys['eval_only'] and keys['eval_iters'] == 0:
+        raise ValueError('eval_iters=0 with eval_only=True: expected 1 or more')
+    trace_step, max_iters = keys['trace_step'], keys['max_iters']
+    lines = []
+    if trace_step > max_iters:
+        lines.append(f'WARNING: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
+    if keys['warmup_iters'] >= max_iters:
+        warmup_in_words = f'warmup_iters={keys["warmup_iters"]} of max_iters={max_iters} steps'
+        lines.append(f'WARNING: {warmup_in_words}: the learning rate never reaches its peak')
+    decayed = keys['lr_decay_iters'] or max_iters
+    if keys['min_lr'] == 0 and decayed < max_iters and keys['lr_schedule'] != 'constant':
+        lines.append(f'WARNING: min_lr=0 from lr_decay_iters={decayed} to max_iters={max_iters}: nothing is learned')
+    if keys['global_batch_size'] > n_windows:
+        lines.append(
+            f'WARNING: global_batch_size={keys["global_batch_size"]} is more than the {n_windows} sequences of the '
+            'training data: each step repeats them'
+        )
+    return lines
 
 
 def plan_data(run):

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from runtime import PHASES, PROFILED_STEP
-
-# Dense bfloat16 FLOP/s (NVIDIA's data sheets). The PCIe and NVL boards of the H100 are slower, so they are not matched.
-PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}
+from system.devices import PEAK_FLOPS
 
 # Profiling may take this share of the training time. It is promised to cost at most 1%; the other half is left for
 # costs that are not counted, such as ranks that wait for one which is still reading its profile.

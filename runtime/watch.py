@@ -26,7 +26,6 @@ from typing import NamedTuple
 import torch
 
 import expert_manual
-import float8
 from evaluation import validation
 from runtime import checkpoint, health
 from runtime.best import Best
@@ -86,6 +85,7 @@ class Watch:
                     test = native.self_test, run.pretrained, run.model_config
                     self.say(collectives.on_rank_0(*test, patience_s=collectives.PATIENCE_S))
         elif run.pretrained:
+            import float8
             from huggingface import finetune
 
             as_loaded = run.found is None if as_loaded is None else as_loaded

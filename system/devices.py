@@ -7,6 +7,9 @@ import shutil
 
 from system.processes import local_world_size, ranks_in_words
 
+# Dense bfloat16 FLOP/s (NVIDIA's data sheets). The PCIe and NVL boards of the H100 are slower, so they are not matched.
+PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}
+
 
 def choose_device(device, local_rank, must_exist=True):
     """torch.device for this rank from the key `device` ('auto', 'cpu', 'cuda', 'cuda:1').

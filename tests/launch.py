@@ -142,7 +142,7 @@ CONTEXT = multiprocessing.get_context('forkserver')
 IMPORTED = (
     'torch torch.distributed.checkpoint torch.distributed.fsdp torch._dynamo data diloco fsdp_manual model optim '
     'pipeline_manual tensor_manual '
-    'runtime.checkpoint system.errors planning.report runtime.health runtime.log runtime.meter runtime.batches '
+    'runtime.checkpoint system.errors planning.report runtime.health runtime.log runtime.meter runtime.begin '
     'huggingface.finetune exchange.diloco_check text.tokenizer transformers.models.llama.modeling_llama '
     'transformers.models.gpt2.modeling_gpt2 transformers.models.auto.modeling_auto'.split()
 )

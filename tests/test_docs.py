@@ -68,7 +68,7 @@ def keys_of(script):
         assert keys, f'{script} --help lists no keys'
     else:
         keys = set(re.findall(r"'--(\w+)'", (REPO / script).read_text()))  # most import torch before they answer
-    if script == 'compare.py':  # it passes keys on to the scripts that it starts
+    if script in ('compare.py', 'benchmarks/coordinates.py'):  # they pass keys on to train scripts
         keys |= keys_of_all(TRAIN_SCRIPTS)
     return keys | {'help', 'version'}
 

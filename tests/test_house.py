@@ -21,25 +21,20 @@ TENSOR = {'tensor_manual.py', 'float8.py'}
 EXPERTS = {'expert_manual.py'}  # it imports ranks and slices from tensor_manual.py
 SHARED = {'data.py'}
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
-# Some rooms have a file on a higher floor than the rest: what begins a run opens its data and its model, what scores a
-# run tokenizes tasks, and prepare_data.py shows what a run would read.
+# Two files lie higher than the rest of their room: one measures replicas, one shows what a run would read.
 FLOORS = [
     SCRIPTS,
     {'pool', 'comparison'},
-    {
-        *(f'runtime/{name}.py' for name in ('begin', 'fill', 'identity', 'first_weights', 'watch')),
-        'exchange/diloco_check.py',
-    },
-    {'planning', 'evaluation/in_run.py', 'evaluation/validation.py', 'text/peek.py'},
+    {'runtime', 'exchange/diloco_check.py'},
+    {'evaluation', 'text/peek.py'},
+    {'planning'},
     FSDP,
     LESSONS,
     EXPERTS,
     TENSOR,
     SHARED,
-    {'evaluation'},
     {'text', 'huggingface'},
     {'dataset', 'exchange'},
-    {'runtime'},
     {'system'},
     {'configurator.py', 'offload.py', 'optim.py'},
     {'model.py', 'layout.py', 'moments.py'},
@@ -49,10 +44,10 @@ FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
 
-def imports(name):
-    """The files of this project that a file imports, at its top or inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse((REPO / name).read_text())):
+def imports(name, at_the_top=False):
+    """The files of this project that a file imports, at its top or, unless at_the_top, inside functions, too."""
+    tree, found = ast.parse((REPO / name).read_text()), set()
+    for node in tree.body if at_the_top else ast.walk(tree):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -103,6 +98,18 @@ def test_no_files_import_each_other_in_a_circle():
     assert not graph, f'circles among {graph}'
 
 
+def test_a_plain_run_reads_nothing_that_only_others_need():
+    """Models of transformers, planning's reports and tasks are imported where they are used, and so are lessons."""
+    found, waiting = set(), ['train_ddp.py']
+    while waiting:
+        name = waiting.pop()
+        waiting += imports(name, at_the_top=True) - found
+        found.add(name)
+    rooms = {name.partition('/')[0] for name in found}
+    assert not rooms & {'huggingface', 'exchange', 'pool', 'comparison', *LESSONS, *FSDP, *TENSOR}
+    assert not found & {'planning/report.py', 'planning/memory.py', 'evaluation/in_run.py', 'text/sources.py'}
+
+
 def places(pattern):
     """{file: number of its lines that match}."""
     found = {name: len(re.findall(pattern, (REPO / name).read_text(), re.MULTILINE)) for name in NAMES}
@@ -111,6 +118,7 @@ def places(pattern):
 
 def test_what_several_files_need_stands_once():
     assert places(r'^ *def ranks_in_words\b') == {'system/processes.py': 1}
+    assert set(places(r'\beval_batches\(')) == {'data.py', 'evaluation/validation.py'}  # val_loss
     assert places(r'^PHASES = ') == {'runtime/__init__.py': 1}
     assert places(r'^ *def sha256_of\b') == {'system/files.py': 1}
     # A loop that reads a file into a digest. pool/store.py reads a file into memory that it uses again.

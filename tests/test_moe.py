@@ -292,13 +292,19 @@ def test_load_and_bias_follow_the_counts_of_all_ranks_and_stay_where_a_step_is_s
     assert 'router/fullest_rank' not in row, 'no rank has other experts than another one'
 
 
+def set_seen_by_all(model):
+    counts = torch.tensor([[4.0, 4, 4, 4, 4, 4, 4, 4, 0], [9, 0, 9, 0, 5, 5, 0, 4, 0]], dtype=torch.float64)
+    for router, seen in zip(model.routers, counts, strict=True):
+        router.seen_by_all = seen
+
+
 def test_the_fullest_rank_is_that_of_consecutive_experts():
     model = make_model()
-    model.routed = torch.tensor([[4.0, 4, 4, 4, 4, 4, 4, 4, 0], [9, 0, 9, 0, 5, 5, 0, 4, 0]], dtype=torch.float64)
+    set_seen_by_all(model)
     whole = router_metrics(model)
     for ranks, of_second in ((2, 18 / 16 - 1), (4, 10 / 8 - 1), (8, 9 / 4 - 1)):
         model = make_model()
-        model.routed = torch.tensor([[4.0, 4, 4, 4, 4, 4, 4, 4, 0], [9, 0, 9, 0, 5, 5, 0, 4, 0]], dtype=torch.float64)
+        set_seen_by_all(model)
         expert_manual.split(model, SimpleNamespace(rank=1, size=ranks, group=None))
         row = router_metrics(model)
         assert row.pop('router/worst_fullest_rank') == pytest.approx(of_second)

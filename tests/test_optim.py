@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import optim
-from model import ARCHITECTURES, GPT, ModelConfig
+from model import ARCHITECTURES, GPT, Attention, ModelConfig
 from optim import OPTIMIZERS, SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
 from runtime import checkpoint
 
@@ -73,11 +73,11 @@ def train(model, steps):
     return full
 
 
-class Attention(nn.Module):
+class ThreeInOne(Attention):
     """Like that of model.py, its matrix holds the matrices of 2 heads of queries, 1 of keys and 1 of values."""
 
     def __init__(self):
-        super().__init__()
+        nn.Module.__init__(self)
         self.heads_of_qkv, self.head_dim = (2, 1, 1), 3
         self.qkv = nn.Linear(5, 12)
 
@@ -86,9 +86,9 @@ class Zoo(nn.Module):
     """Its first dimensions (11, 12, 17, 5, 1, ...) do not divide by 2 and 3 ranks, or leave some ranks nothing."""
 
     def __init__(self):
-        super().__init__()
+        nn.Module.__init__(self)
         self.embed = nn.Embedding(11, 8)
-        self.attn = Attention()
+        self.attn = ThreeInOne()
         self.tall = nn.Linear(5, 17, bias=False)
         self.wide = nn.Linear(17, 5)
         self.single = nn.Linear(8, 1)
@@ -220,8 +220,8 @@ def test_plain_tensors_follow_the_equation(name, expected):
     assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
 
 
-class Wide(Zoo):
-    """Zoo as a model that is 4 times as wide and 3 times as deep as the one for which the rates were tuned."""
+class Wide(Zoo, GPT):
+    """Zoo as a GPT that is 4 times as wide and 3 times as deep as the one for which the rates were tuned."""
 
     config = ModelConfig(n_layer=6, n_embd=48, parametrization='completep', base_width=12, base_depth=2, vocab_size=11)
 

@@ -12,7 +12,7 @@ from launch import REPO, run_function, run_many, run_ranks
 from outputs import column
 
 import expert_manual
-from layout import Ranks
+from layout import Layout, Ranks
 from model import GPT, ModelConfig
 from planning import layouts, memory, report, sizes, step_time, traffic
 
@@ -161,14 +161,18 @@ def test_the_exchange_is_waited_for_and_sends_what_traffic_counts():
     model = sizes.empty_model(config)
     fast = step_time.assumed('h100', 8, 4)
     link = step_time.Link(1e9, 1e9, 0.0, 0.0)
+
+    def waits_of(cluster, **changes):
+        keys = config | changes
+        plan = memory.Plan.of(keys, model, Layout.of(keys, 'fsdp', 8))
+        return step_time.waits_in_a_layer(plan, model, cluster, 1, 0.0, 0.0)
+
     for mode in ('none', 'full'):
         config['activation_checkpointing'] = mode
-        waits = step_time.waits_in_a_layer(config, model, fast._replace(within=link), 1, 0.0, 0.0)
+        waits = waits_of(fast._replace(within=link))
         sent = traffic.communication_bytes(config, model, 8, 'fsdp')['tokens of experts']
         assert 3 * sum(waits) * 1e9 == pytest.approx(sent)
-    over_nodes = step_time.waits_in_a_layer(config | {'expert_parallel': 8}, model, fast, 1, 0.0, 0.0)
-    within = step_time.waits_in_a_layer(config, model, fast, 1, 0.0, 0.0)
-    assert sum(over_nodes) > 2 * sum(within)
+    assert sum(waits_of(fast, expert_parallel=8)) > 2 * sum(waits_of(fast))  # over nodes
 
 
 def test_experts_that_ranks_share_are_gathered_through_fewer_ranks():

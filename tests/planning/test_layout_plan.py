@@ -15,7 +15,7 @@ from comparison import layout_table
 from configurator import read_knobs
 from layout import Layout
 from model import GPT, ModelConfig
-from planning import checks, layouts, report, sizes, step_time, traffic
+from planning import checks, layouts, memory, report, sizes, step_time, traffic
 
 KEYS = {'arch': 'llama', 'n_layer': 8, 'n_head': 8, 'n_kv_head': 4, 'n_embd': 256, 'vocab_size': 1024}
 KEYS |= {'block_size': 128, 'batch_size': 2, 'global_batch_size': 32}
@@ -107,7 +107,8 @@ def test_the_ring_of_context_parallelism_sends_what_traffic_counts():
     model = sizes.empty_model(config)
     fast = cluster(8, compute=1e12)
     fast = fast._replace(within=step_time.Link(1e9, 1e9, 0.0, 0.0))
-    waits = step_time.waits_in_a_layer(config, model, fast, 1, 0.0, 0.0)
+    plan = memory.Plan.of(config, model, Layout.of(config, 'fsdp', 8))
+    waits = step_time.waits_in_a_layer(plan, model, fast, 1, 0.0, 0.0)
     micro_steps = 8  # 32 sequences, 2 at a time, on 2 groups of 4 ranks
     sent = traffic.communication_bytes(config, model, 8, 'fsdp')['keys and values']
     assert micro_steps * 8 * sum(waits) * 1e9 == pytest.approx(sent)
