@@ -194,9 +194,9 @@ def reference_logits(model, x):
             key = rope(norm(key, block + 'attn.k_norm.weight'))
             scores = query @ key.transpose(-1, -2) / D**0.5
             places = torch.arange(T)
-            sees = range(config.window_size if config.windows[i] else T)  # how far back
-            sees = torch.isin(places[:, None] - places, torch.tensor(sees))
-            scores = scores.masked_fill(~sees, float('-inf'))
+            back = places[:, None] - places
+            near = config.window_pattern and config.window_pattern[i] == 'S'  # it has a letter for each layer
+            scores = scores.masked_fill((back < 0) | (back >= (config.window_size if near else T)), float('-inf'))
             y = scores.softmax(-1) @ value
             if not enoki:
                 y = y * torch.sigmoid(q[..., head * q_width + D : (head + 1) * q_width])
@@ -206,7 +206,9 @@ def reference_logits(model, x):
         up = x_mlp @ weights[block + 'mlp.up.weight'].T
         inner = F.gelu(up) if enoki else F.silu(x_mlp @ weights[block + 'mlp.gate.weight'].T) * up
         h = h + inner @ weights[block + 'mlp.down.weight'].T
-    return (norm(h, 'final_norm.weight') @ weights['head.weight'].T)[..., :VOCAB_SIZE]
+    logits = (norm(h, 'final_norm.weight') @ weights['head.weight'].T)[..., :VOCAB_SIZE]
+    cap = config.logit_softcap
+    return cap * (logits / cap).tanh() if cap else logits
 
 
 GATED = {'arch': 'qwen3', 'attention_gate': True, 'head_dim': 14}
