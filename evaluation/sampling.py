@@ -14,15 +14,14 @@ except for rounding: matmuls of another size, and attention with a mask, add up 
 import math
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from layout import counted
 from model import GPT, MaskedAttention
 
 
 def unwrapped(model):
-    """The model itself, if it is in a DistributedDataParallel."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """The model itself. What wraps one (DDP, fsdp_manual.ShardedModel, DeepSpeed's engine) has it as `module`."""
+    return getattr(model, 'module', model)
 
 
 class NotFinite(ValueError):
