@@ -268,7 +268,10 @@ class Watch:
         state |= {'base': self.run.base} if self.run.base else {}
         best = self.best.step if self.best.is_kept else None
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-            self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key, best, self.run.share)
+            self.saver.save(
+                step, raw_model, opt, state, more=more_tensors, optimizer_key=optimizer_key, best=best,
+                share=self.run.share,
+            )  # fmt: skip
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
