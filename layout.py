@@ -11,7 +11,7 @@ Every size is 1 or more, and 1 means that nothing is divided in this way. The ra
 
 Ranks with neighbouring numbers are mostly on one node, so those that communicate most are innermost. The other two
 divide what is in these five: ranks that share a sequence (context) are neighbours among the ranks outside of `tensor`,
-and shard the weights like any others; ranks that divide the experts of a mixture (expert) are neighbours within `shard`.
+and shard weights like any others; ranks that divide the experts of a mixture (expert) are neighbours within `shard`.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ import torch
 import data
 from evaluation import generating, scoring
 from evaluation.prompts import ends_of_texts
-from evaluation.sampling import NotFinite, not_finite, unwrapped
+from evaluation.sampling import NotFinite, not_finite
 from evaluation.tasks import (
     NativeEncoder,
     TransformersEncoder,
@@ -23,6 +23,7 @@ from evaluation.tasks import (
     scores_of_answers,
 )
 from huggingface import finetune
+from system.processes import unwrapped
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of
 
 

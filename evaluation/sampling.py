@@ -17,11 +17,7 @@ import torch
 
 from layout import counted
 from model import GPT, MaskedAttention
-
-
-def unwrapped(model):
-    """The model itself. What wraps one (DDP, fsdp_manual.ShardedModel, DeepSpeed's engine) has it as `module`."""
-    return getattr(model, 'module', model)
+from system.processes import unwrapped
 
 
 class NotFinite(ValueError):

@@ -713,11 +713,7 @@ def read_in_fewer_bits(path, slots, share, part_bytes=2**28):
     of them, rounds these, and goes on with the next.
     """
 
-    def bytes_of(slot):
-        ranks = slot.parameter.device_mesh.size() if isinstance(slot.parameter, DTensor) else 1
-        return 4 * slot.parameter.numel() // ranks
-
-    parts = [*moments.in_parts(slots, bytes_of, part_bytes)]
+    parts = [*moments.in_parts(slots, lambda slot: 4 * moments.local(slot.parameter).numel(), part_bytes)]
     most = [None] * dist.get_world_size()  # reading is collective, but stages of a pipeline differ in their parameters
     dist.all_gather_object(most, len(parts))
     for part in parts + [[]] * (max(most) - len(parts)):

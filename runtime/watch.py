@@ -68,7 +68,7 @@ class Watch:
         self.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained{active}; {ranks}')
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
         self.watchdog = health.Watchdog(config.out_dir, config.timeout_s, lambda: expert_manual.begun)
-        self.first_step, self.raw_model = step, None
+        self.first_step = step
         self.evaluating = {'part': part, 'losses': losses}
 
     def self_test(self, model, raw_model, as_loaded=None):
@@ -119,7 +119,8 @@ class Watch:
         all ranks; they are compared before each checkpoint, too. 0 = never.
         """
         config, run, say = self.config, self.run, self.say
-        self.model, self.save_run, self.also_log = model, save, also_log or dict
+        self.model, self.raw_model = model, processes.unwrapped(model)
+        self.save_run, self.also_log = save, also_log or dict
         self.checksum_interval = checksum_interval
         stopping.count_start(config.out_dir, self.first_step, config.max_failures)
         self.stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, say)
@@ -165,7 +166,6 @@ class Watch:
     def measure_state(self, model, optimizer):
         """Measure, once per run, the memory of this rank's weights, gradients and moments. Call it between opt.step()
         and zero_grad(), when all three exist."""
-        self.raw_model = model
         self.meter.measure_state(model.parameters(), optimizer)
 
     def end_step(self):

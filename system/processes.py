@@ -89,6 +89,11 @@ def leave(code=0):
     os._exit(code)
 
 
+def unwrapped(model):
+    """The model itself. What wraps one (DDP, fsdp_manual.ShardedModel, DeepSpeed's engine) has it as `module`."""
+    return getattr(model, 'module', model)
+
+
 def reshard(model):
     """Free the weights that a forward pass has gathered, in a model sharded by either implementation of FSDP."""
     for module in model.modules():
