@@ -252,7 +252,7 @@ GONE = {
         'errors are sent whole',
     ),
     'fragment_mix': (
-        lambda keys: keys.get('fragment_mix', 0) != (0.5 if keys.get('overlap_steps') else 0),
+        lambda keys: 'fragment_mix' in keys and keys['fragment_mix'] != (0.5 if keys.get('overlap_steps') else 0),
         'it is 0.5 with overlap_steps, and 0 without',
     ),
     'coordinates': (lambda keys: False, '`python benchmarks/coordinates.py` does that'),

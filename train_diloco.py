@@ -144,7 +144,7 @@ if config.eval_only:
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def save(step):
     """Save the outer parameters, and what each replica needs to continue in the middle of a round."""
-    states = diloco_check.everybodys((scaler.state_dict(), numbers.state()), whole_mesh.get_group('replica'))
+    states = diloco_check.everybodys((scaler.state_dict(), watch.numbers.state()), whole_mesh.get_group('replica'))
     scalers, of_replicas = zip(*states, strict=True)
     more = {'numbers': of_replicas[0], 'scalers': scalers, 'numbers_of_replicas': of_replicas}
     more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}

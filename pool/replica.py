@@ -90,6 +90,11 @@ class Damaged(Exception):
     """An object of the pool is damaged, missing or does not fit; the message says which and why."""
 
 
+def without_none(value):
+    """The value of a key; if that is a dict, without what is None in it."""
+    return {key: one for key, one in value.items() if one is not None} if isinstance(value, dict) else value
+
+
 class Replica:
     """One job in a pool. All ranks of the job make the same calls; each is collective.
 
@@ -149,7 +154,8 @@ class Replica:
         pool = json.loads(self.store.read('pool.json'))
         refuse_gone(pool['keys'], f'exchange={self.config.exchange}: the pool trains', 'begin another pool')
         for key in {**keys, **pool['keys']}:
-            theirs, ours = pool['keys'].get(key), keys.get(key)
+            # None is what a key means that the version which began the pool did not have, in `model` as well.
+            theirs, ours = (without_none(keys_of.get(key)) for keys_of in (pool['keys'], keys))
             if theirs != ours and key not in GONE:
                 raise ValueError(
                     f'exchange={self.config.exchange}: the pool has {key}={theirs!r}, this job has {ours!r}: start all '

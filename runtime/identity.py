@@ -54,7 +54,7 @@ def check_resume(saved, keys, identity):
             f'the checkpoint was trained on {in_words(before)}, {other}: use another --out_dir, perhaps with '
             f'--init_from={keys["out_dir"]}, which begins with its weights'
         )
-    if not keys['eval_only']:
+    if 'inner_steps' in keys and not keys['eval_only']:  # DiLoCo's; other scripts go on with its weights and moments
         refuse_gone(before, 'the checkpoint was trained', f'begin anew with --init_from={keys["out_dir"]}')
     then = {**saved['identity'], 'data': now_is}
     of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}

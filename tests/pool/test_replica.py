@@ -178,10 +178,11 @@ def test_a_pool_of_an_earlier_version_is_joined_unless_it_used_what_is_gone(tmp_
         replica.config = SimpleNamespace(exchange=str(tmp_path), exchange_dtype='int4', replay=False)
         replica.store, replica.name = open_store(str(tmp_path)), 'job'
         replica.fragment = SimpleNamespace(parameters={})
-        return replica._enter({})
+        return replica._enter({'model': {'n_layer': 2, 'window_size': None}})
 
     enter()
     pool = json.loads((tmp_path / 'pool.json').read_text())
+    del pool['keys']['model']['window_size']  # which earlier versions did not have
     for keys, gone in (({'exchange_k': 64, 'error_decay': None}, None), ({'exchange_dtype': 'top2bit'}, 'top2bit')):
         (tmp_path / 'pool.json').write_text(json.dumps({**pool, 'keys': {**pool['keys'], **keys}}))
         with pytest.raises(ValueError, match=f'with {gone}, which is gone') if gone else contextlib.nullcontext():

@@ -269,12 +269,14 @@ def test_a_run_of_an_earlier_version_goes_on_unless_it_used_what_is_gone():
     as_default = {'exchange_dtype': 'int4', 'error_feedback': True, 'exchange_k': 64, 'error_decay': None}
     as_default |= {'fragment_mix': 0.0, 'overlap_steps': 0}
 
-    def resume(eval_only=False, **used):
-        keys = {'max_iters': 100, 'out_dir': 'a', 'eval_only': eval_only}
-        return identity.check_resume({'identity': {}, 'step': 5, 'config': {**as_default, **used}}, keys, {})
+    def resume(eval_only=False, script=(('inner_steps', 9),), **used):
+        keys = {'max_iters': 100, 'out_dir': 'a', 'eval_only': eval_only, **dict(script)}
+        before = {key: value for key, value in {**as_default, **used}.items() if value != 'absent'}
+        return identity.check_resume({'identity': {}, 'step': 5, 'config': before}, keys, {})
 
     assert resume() == resume(exchange_k=9) == resume(error_decay=0.5, error_feedback=False) == []
     assert resume(fragment_mix=0.5, overlap_steps=1) == []
+    assert resume(fragment_mix='absent', overlap_steps=1) == []  # a run of this version
     for word, used in (
         ('top2bit', {'exchange_dtype': 'top2bit'}),
         ('error_decay=0.5', {'error_decay': 0.5}),
@@ -283,7 +285,7 @@ def test_a_run_of_an_earlier_version_goes_on_unless_it_used_what_is_gone():
     ):
         with pytest.raises(ValueError, match=f'checkpoint .*{word}.* gone, .*--init_from=a, .*83d2e81'):
             resume(**used)
-        assert resume(**used, eval_only=True) == []
+        assert resume(**used, eval_only=True) == resume(**used, script=()) == []
 
 
 def test_a_run_of_another_parametrization_or_base_is_not_resumed():
