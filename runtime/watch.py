@@ -228,7 +228,10 @@ class Watch:
         row = {'loss': self.numbers.mean_loss()}
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
-        return row | self.meter.interval() | expert_manual.router_metrics(self.raw_model) | self.also_log()
+        row |= self.meter.interval()
+        if self.raw_model is not None:  # train_deepspeed.py does not call measure_state(), and balances no experts
+            row |= expert_manual.router_metrics(self.raw_model)
+        return row | self.also_log()
 
     def compare_weights(self, step, model):
         """Raise an error unless all ranks hold bit-equal weights. Failing memory or a failing GPU can show up here."""
