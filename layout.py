@@ -135,7 +135,7 @@ def choose_sizes(config, strategy, ranks, ranks_per_node):
 
 def refuse_unless_they_divide(ranks, size, *axes):
     """Raise ValueError unless each of these axes divides what those before it leave of the ranks."""
-    left, of = ranks, f'{ranks} ranks'
+    left, of, taken_by = ranks, f'{ranks} ranks', []
     for axis in axes:
         given = f'{KEYS[axis]}={size[axis]}'
         if left % size[axis]:
@@ -143,7 +143,9 @@ def refuse_unless_they_divide(ranks, size, *axes):
             raise ValueError(f'{given} does not divide {of}: use one of {divisors}, or start other ranks')
         if size[axis] > 1:
             left //= size[axis]
-            of = f'the {counted(left, "rank")} that are left of {ranks} by {given}'
+            taken_by.append(given)
+            are_left = f'{counted(left, "rank")} that {"is" if left == 1 else "are"} left'
+            of = f'the {are_left} of {ranks} by {" and ".join(taken_by)}'
 
 
 # --- what a rank has --------------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ def check(keys, layout, shape):
     keys: all of a script, with values, and with those of the model. shape: the ModelConfig, or finetune.Pretrained.
     """
     check_optimizer(keys)
+    lines = []
+    for lesson in strategies.of(layout):  # before check_experts(): some have no mixtures, whatever their dtype
+        lines += lesson.check(keys, layout, shape) or []
     if getattr(shape, 'n_experts', 0):
         check_experts(keys, layout, shape.n_experts)
-    lines = []
-    for lesson in strategies.of(layout):
-        lines += lesson.check(keys, layout, shape) or []
     if keys['matmul_dtype']:
         import float8
 

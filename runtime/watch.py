@@ -228,9 +228,7 @@ class Watch:
         row = {'loss': self.numbers.mean_loss()}
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
-        # train_deepspeed.py, which has no mixtures to balance, does not say what its model is.
-        of_routers = {} if self.raw_model is None else expert_manual.router_metrics(self.raw_model)
-        return row | self.meter.interval() | of_routers | self.also_log()
+        return row | self.meter.interval() | expert_manual.router_metrics(self.raw_model) | self.also_log()
 
     def compare_weights(self, step, model):
         """Raise an error unless all ranks hold bit-equal weights. Failing memory or a failing GPU can show up here."""
