@@ -995,7 +995,7 @@ class GPT(nn.Module):
         sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
         if starts is not None:
             attention = attention_of_documents(starts, T, *sizes)
-        elif self.config.window_size and attention is None and T > 1:
+        elif self.config.window_size and attention is None and T > 1 and not first:  # a cache takes a mask
             attention = attention_of_rows(x, T, *sizes)
         if attention is not None:
             positions = attention.positions
