@@ -400,7 +400,7 @@ def attention_of_rows(x, T, dtype, dropout, head_dim):
 def has_flash_attention(device, dtype, head_dim):
     """Whether FlashAttention 2 runs there: on NVIDIA's cards since Ampere, in half precision, for heads of up to 256
     dimensions, a multiple of 8. (scaled_dot_product_attention() chooses another kernel by itself where it does not.)"""
-    if device.type == 'cpu' or dtype.itemsize > 2 or head_dim % 8 or head_dim > 256:
+    if device.type in ('cpu', 'mps') or dtype.itemsize > 2 or head_dim % 8 or head_dim > 256:
         return False
     return device.type != 'cuda' or torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -995,7 +995,7 @@ class GPT(nn.Module):
         sizes = self.compute_dtype, self.config.dropout, self.config.head_dim
         if starts is not None:
             attention = attention_of_documents(starts, T, *sizes)
-        elif self.config.window_size and attention is None and T > 1:
+        elif self.config.window_size and attention is None and T > 1 and not first:  # a cache takes a mask
             attention = attention_of_rows(x, T, *sizes)
         if attention is not None:
             positions = attention.positions
