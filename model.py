@@ -859,7 +859,9 @@ def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None, 
     logits[:, max(0, vocab_size - first) :] = -math.inf  # padding gets probability 0
     column = targets - first
     here = (column >= 0) & (column < logits.shape[1]) & (targets >= 0)  # (n)
-    index, valid = column.clamp(0, logits.shape[1] - 1)[:, None], (targets >= 0).float()  # (n, 1) and (n)
+    # What is not here is another rank's. Without other ranks a token beyond the vocabulary is an error of gather().
+    last = None if normalise is log_softmax else logits.shape[1] - 1
+    index, valid = column.clamp(0, last)[:, None], (targets >= 0).float()  # (n, 1) and (n)
     log_probs, log_prob, lse = normalise(logits, index, here)
     ce_sum = -(log_prob * valid).sum()
     loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
