@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Format, lint and tests.
 #
-#     bash tests/run.sh                       # about 10 minutes on two cores: each mechanism once
+#     bash tests/run.sh                       # 10 to 25 minutes on two cores: each mechanism once
 #     bash tests/run.sh --full                # all tests
 #     bash tests/run.sh --full=1/6            # of the slow ones those of a sixth of the files: what CI runs, in turns
 #     bash tests/run.sh tests/test_smoke.py   # any other argument goes to pytest: a file, -k NAME, -x, ...
