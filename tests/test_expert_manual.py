@@ -535,7 +535,7 @@ REFUSED = [
         'train_parallel.py',
         2,
         ['--n_experts=0'],
-        'expert_parallel=2 with n_experts=0: .* leave it at 1, or set n_experts$',
+        'expert_parallel=2 with n_experts=0: .* leave it at 1, or take a mixture$',
     ),
     (
         'train_parallel.py',
@@ -557,7 +557,7 @@ REFUSED = [
     ('train_diloco.py', 2, ['--num_replicas=1', SELECTIVE], 'selective: .*--fsdp_impl=manual, or .*=full$'),
     ('train_parallel.py', 4, ['--tensor_parallel=2'], 'tensor_parallel=2: experts are not cut'),
     ('train_parallel.py', 2, ['--dtype=float16'], 'dtype=float16: use --dtype=bfloat16, or float32'),
-    ('train_diloco.py', 2, ['--num_replicas=1', '--router_bias=0.1'], '--router_bias=0$'),
+    ('train_diloco.py', 2, ['--num_replicas=1', '--inner_steps=5', '--router_bias=0.1'], '--router_bias=0$'),
     ('train_ddp.py', 2, [], 'expert_parallel'),
     ('train_pipeline.py', 2, [], 'expert_parallel'),
 ]

@@ -183,7 +183,8 @@ def test_gpt2_tokens_are_tiktokens_of_the_whole_document(text_folder, tmp_path, 
 
 
 @needs_gpt2
-def test_a_document_that_tiktoken_cannot_encode_in_one_go_is_no_problem(tmp_path):
+def test_a_document_that_tiktoken_cannot_encode_in_one_go_is_no_problem(tmp_path, monkeypatch):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(CACHE))
     (tmp_path / 'spaces.txt').write_text('a' + ' ' * 2_000_000 + 'b' * 200_000)
     prepare(tmp_path, f'--dataset={tmp_path}/spaces.txt', '--tokenizer=gpt2', '--val_fraction=0')
     assert documents_of(tmp_path / 'data' / 'spaces-gpt2', 'train') == [(tmp_path / 'spaces.txt').read_text()]
