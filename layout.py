@@ -117,6 +117,11 @@ def make_mesh(axes, device, timeout_s):
     return mesh
 
 
+def without(mesh, axis):
+    """The mesh of the other axes: the ranks that have the same place along this one."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names if name != axis)]
+
+
 def choose_sizes(config, strategy, ranks, ranks_per_node):
     """
     Give a value to those keys of the layout that are None: one stage for each rank of a matrix's, one replica per node,

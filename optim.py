@@ -74,7 +74,7 @@ def make_optimizer(
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer={optimizer!r}: expected one of {", ".join(OPTIMIZERS)}')
-    decaying = optimizer not in ('adamw', 'ademamix', 'muon', 'sgd')  # its weight decay
+    decaying = optimizer in ('adamw-decay', *DANA)  # whose weight decay falls
     for name, value, is_good, expected in (
         ('beta1', beta1, beta1 > 0 or optimizer != 'ademamix', 'above 0, since beta3 of ademamix starts there'),
         ('wd_ts', wd_ts, wd_ts or not (decaying and weight_decay), 'a number of steps'),

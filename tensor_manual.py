@@ -51,7 +51,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from exchange import collectives
 from layout import FP32, Share, Slice
 from model import SAVED_OPS, Head, Linear, ModelConfig, cross_entropy
-from optim import local
+from moments import local
 
 # How a module's parameters are cut: 0 by rows, which are outputs; 1 by the columns of the weight, which are inputs.
 CUT_ALONG = {'qkv': 0, 'up': 0, 'gate': 0, 'embed': 0, 'head': 0, 'proj': 1, 'down': 1}

@@ -9,8 +9,8 @@ parallelism).
     python train_parallel.py --help                                   # every key with its default and meaning
 
 `diff train_fsdp.py train_parallel.py` shows what that takes. How each works is in context_manual.py, tensor_manual.py
-and expert_manual.py. They can be combined, and with all three at 1 this is train_fsdp.py: each script goes on with the
-other's checkpoints.
+and expert_manual.py. Context parallelism can be combined with each of the others, and with all three at 1 this is
+train_fsdp.py: each script goes on with the other's checkpoints.
 """
 
 import math
@@ -43,7 +43,7 @@ import fsdp
 import optim
 import tensor_manual
 from expert_manual import balance_experts
-from layout import Ranks
+from layout import Ranks, without
 from runtime import health
 from runtime.begin import begin, make_model
 from runtime.first_weights import initialise
@@ -63,11 +63,11 @@ if config.context_parallel > 1:
     context = context_manual.Context(run.layout, config.context_impl, device, config.timeout_s)
 if config.tensor_parallel > 1:  # FSDP shards each rank's part of a matrix, over the ranks that have the same part
     tensor = tensor_manual.Split(raw_model, Ranks.of(mesh['tensor']), run.share)
-    mesh = mesh[mesh.mesh_dim_names[:-1]]
+    mesh = without(mesh, 'tensor')
 if config.expert_parallel > 1:  # experts are sharded over fewer ranks than other weights: those that hold the same ones
     expert_mesh = run.layout.expert_mesh(device, config.timeout_s)
     experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), run.share)
-    expert_mesh = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
+    expert_mesh = without(expert_mesh, 'expert')
 model = fsdp.shard(raw_model, mesh, run, experts, expert_mesh)  # by fully_shard, or by fsdp_manual.py
 initialise(raw_model, run)  # fp32 master weights; each rank keeps its slice
 

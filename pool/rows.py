@@ -6,7 +6,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from optim import local
+from moments import local
 
 CHUNK, ODD = 2**15, -7046029254386353131  # so few numbers stay in a core's cache; ODD is splitmix64's multiplier
 

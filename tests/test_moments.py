@@ -45,6 +45,19 @@ def signed_or_not(signed, *shape, seed=0):
 # --- int8 -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize('name', optim.UPDATES)
+def test_moments_without_a_sign_are_those_that_are_never_negative(name):
+    layer, generator = torch.nn.Linear(40, 30), torch.Generator().manual_seed(5)
+    optimizer = optim.make_optimizer(layer, name, 1e-2, 0.9, 0.95, 0.1, wd_ts=10)
+    for _ in range(5):
+        for parameter in layer.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    state = optimizer.state[layer.weight]
+    for moment in optim.UPDATES[name].moments:
+        assert (state[moment] >= 0).all() == (moment in moments.UNSIGNED), moment
+
+
 @pytest.mark.parametrize('signed', [True, False])
 def test_the_values_of_codes_are_those_of_the_paper_but_for_the_ends(signed):
     """The position of the first bit that is set gives the decade, and the bits behind it divide the decade evenly."""

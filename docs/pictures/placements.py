@@ -26,7 +26,7 @@ import fsdp_manual
 import optim
 import pipeline_manual
 import tensor_manual
-from layout import Layout, Ranks, Share
+from layout import Layout, Ranks, Share, without
 from model import GPT, ModelConfig
 from planning import layouts
 from runtime.first_weights import initialise
@@ -145,7 +145,7 @@ def _held(strategy, keys, config, rank):
             held.copy, mesh = mesh.get_local_rank('replica'), mesh['shard']
         elif layout.tensor > 1:
             tensor_manual.Split(raw_model, Ranks.of(mesh['tensor']), share)
-            mesh = mesh[mesh.mesh_dim_names[:-1]]
+            mesh = without(mesh, 'tensor')
         if layout.expert > 1:
             expert_mesh = layout.expert_mesh(device, config.timeout_s)
             experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), share)
