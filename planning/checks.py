@@ -6,6 +6,7 @@ and by compare.py --plan.
 """
 
 import optim
+from model import ModelConfig
 from planning import sizes, strategies
 
 
@@ -19,7 +20,7 @@ def check(keys, layout, shape):
     lines = []
     for lesson in strategies.of(layout):  # before check_experts(): some have no mixtures, whatever their dtype
         lines += lesson.check(keys, layout, shape) or []
-    if getattr(shape, 'n_experts', 0):
+    if isinstance(shape, ModelConfig) and shape.n_experts:
         check_experts(keys, layout, shape.n_experts)
     if keys['matmul_dtype']:
         import float8

@@ -2,7 +2,7 @@
 Gives a value to every key that is None or follows from others, one topic after the other, and checks that all keys fit
 together. What the ranks divide among them (layout.py) is found here.
 
-    fill_in(run)    # run.config is final, run.layout and run.model_config are known
+    fill_in(run, ranks)    # run.config is final, run.layout and run.model_config are known
 """
 
 import math

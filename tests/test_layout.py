@@ -4,9 +4,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from layouts import layout_of
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from layout import accumulation_steps, choose_sizes
+from layout import accumulation_steps, choose_sizes, without
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 4, 8, 16])
@@ -29,6 +32,20 @@ def test_what_is_left_of_the_ranks_is_copies_or_shards_as_the_script_has_it():
     assert layout_of('diloco', 8, replica=2).axes() == {'replica': 2, 'shard': 4}
     assert layout_of('pipeline', 8, stage=2, tensor=2).axes() == {'stage': 2, 'replicate': 2, 'tensor': 2}
     assert layout_of('deepspeed', 8).axes() == {'shard': 8}
+
+
+@pytest.mark.filterwarnings('ignore:Set timeout is now only supported')  # a fake group has none
+def test_neighbours_divide_the_experts_and_ranks_with_the_same_ones_shard_them():
+    dist.init_process_group('fake', rank=5, world_size=8, store=FakeStore())
+    try:
+        mesh = layout_of('fsdp', 8, expert=4).expert_mesh(torch.device('cpu'), 60)
+        assert mesh.mesh_dim_names == ('shard', 'expert') and mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert without(mesh, 'expert').mesh.tolist() == [1, 5]
+        mesh = layout_of('fsdp', 8, replicate=2, tensor=2).mesh(torch.device('cpu'), 60)
+        assert without(mesh, 'tensor').mesh_dim_names == ('replicate', 'shard')
+        assert without(mesh, 'tensor').mesh.tolist() == [[1, 3], [5, 7]]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
