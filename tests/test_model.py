@@ -665,6 +665,7 @@ def test_prompts_of_different_lengths_go_on_as_each_alone_without_a_cache(keys):
     randomise_for(PROMPTS, 16, model)
     expected = [continue_without_cache(model, prompt, 16) for prompt in PROMPTS]
     assert sampling.generate_batch(model, PROMPTS, 16) == expected
+    assert [sampling.generate_batch(model, [prompt], 16)[0] for prompt in PROMPTS] == expected  # without a mask
     assert sampling.generate_batch(model, PROMPTS, 16, temperature=0.5, top_k=1) == expected
     assert len(set(sum(expected, []))) > 3  # it says something
 
