@@ -1,12 +1,14 @@
-"""runtime/fill.py: the line of a batch, epochs, and settings that are legal but hardly intended."""
+"""runtime/fill.py: the line of a batch, epochs, and settings that are legal but hardly intended; begin.py's Run."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from layout import Layout
 from optim import learning_rate_at
-from runtime import fill
+from runtime import begin, fill
 
 
 def test_the_batch_line_multiplies_out():
@@ -40,3 +42,10 @@ def test_epochs_are_rounded_up_to_whole_steps():
     assert fill.iterations_of_epochs(2.0, 100, 8) == 25
     assert fill.iterations_of_epochs(0.07, 100, 1) == 7  # 0.07 * 100 is 7.000000000000001
     assert fill.iterations_of_epochs(0.001, 30, 64) == 1
+
+
+@pytest.mark.parametrize('cpu_offload, home', [('none', 'cuda:0'), ('optimizer', 'cuda:0'), ('params', 'cpu')])
+def test_weights_that_are_offloaded_live_in_host_memory(cpu_offload, home):
+    device = torch.device('cuda:0')
+    run = begin.Run(SimpleNamespace(cpu_offload=cpu_offload), {}, 'fsdp', 0, 1, device, torch.bfloat16)
+    assert run.home == torch.device(home)
