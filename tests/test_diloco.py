@@ -1104,7 +1104,7 @@ def test_with_another_number_of_replicas_the_round_begins_again_at_the_outer_par
     rows = seen(ranks, 3, 'resume_other_replicas')
     for row in rows:
         assert row['step'] == 4 and row['error'] == 0 and not row['mid_round'] and row['in_flight'] > 0
-        assert sends(row) == [[0, 6], [1, 8], [0, 10]]
+        assert sends(row) == [[0, 6], [1, 8], [0, 10], [1, 10]]
     assert rows[0]['sums'] == rows[1]['sums'] != rows[2]['sums']
     assert [row['keys'] for row in rows] == [['optim', 'optim'], ['replica1.optim'] * 2, ['optim', 'replica2.optim']]
 

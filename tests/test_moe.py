@@ -526,7 +526,7 @@ REFUSED = [
     ('train_ddp.py', ['--dtype=float16'], '--dtype=bfloat16'),
     ('train_ddp.py', ['--experts_per_token=9'], 'experts_per_token=9: expected 1 to 8'),
     ('train_fsdp.py', ['--heads=8'], 'heads=8'),
-    ('train_diloco.py', ['--router_bias=0.1'], '--router_bias=0'),
+    ('train_diloco.py', ['--inner_steps=4', '--router_bias=0.1'], '--router_bias=0'),
     ('train_ddp.py', ['--device=cuda', '--dry_run', '--dtype=bfloat16', '--expert_hidden_dim=12'], 'multiples of 8'),
 ]
 
