@@ -117,7 +117,7 @@ class Float8Matmul(torch.autograd.Function):
             w8 = by_columns(quantize(weight.to(dy.dtype), scale_w, E4M3))
             dx = multiply(dy8, w8, scale_dy, scale_w, dy.dtype)
         if ctx.needs_input_grad[1]:  # frozen weights have none
-            dw = multiply(dy8.T.contiguous(), by_columns(x8), scale_dy, scale_x, dy.dtype).to(weight.dtype)
+            dw = multiply(dy8.T.contiguous(), by_columns(x8), scale_dy, scale_x, weight.dtype)
         return dx, dw
 
 
