@@ -521,7 +521,7 @@ def timed(bench):
     checks += [train('Llama 1B', 'manual', seconds=32), train('Llama 1B', 'fsdp', seconds=30)]
     checks += [train('Enoki 8 heads', 'ddp'), train('124M', 'manual')]
     checks += [bench.inner('loss', of=name, seconds=25) for name in LOSSES]
-    checks += [bench.inner('generate')]
+    checks += [bench.inner('forms of float8', seconds=30), bench.inner('generate')]
     checks += [train('Llama 1B', 'ddp', low[f'moments in {bits}'], f'Llama 1B moments in {bits}', 32)
                for bits in ('8 bits', 'bf16')]  # fmt: skip
     packed = write_documents(bench.out / 'data', bench.size('124M').get('vocab_size', 50304))

@@ -135,6 +135,44 @@ def experts(torch, device, arguments):
     return found | in_turns(torch, device, ways)
 
 
+def forms_of_float8(torch, device, arguments):
+    """An MLP of Llama 1B under DDP in 8 bits, compiled, forward and backward, beside bf16; and without F3, where a
+    tensor's amax is found at once, and without G, where the gradient of a weight is rounded to bf16 first."""
+    from unittest import mock
+
+    import float8
+    from model import MLP, ModelConfig
+
+    keys = TINY if device.type == 'cpu' else SIZES['Llama 1B']
+    config, multiply = ModelConfig.from_keys({'vocab_size': 64} | keys), float8.multiply
+    in_bf16, in_8_bits = MLP(config).to(device), MLP(config).to(device)
+    float8.convert(SimpleNamespace(blocks=[in_8_bits], compute_dtype=torch.bfloat16))
+    shape = keys['batch_size'], config.block_size, config.n_embd
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def at_once(tensor, dtype):
+        amax = tensor.abs().amax().float()
+        return (amax / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+
+    def rounded(a, b, scale_a, scale_b, dtype, fast=False):
+        return multiply(a, b, scale_a, scale_b, torch.bfloat16, fast).to(dtype)
+
+    def way(layer, scale_of=float8.scale_of, multiply=multiply):
+        forward = torch.compile(layer.forward)
+
+        def step():
+            layer.zero_grad()
+            with mock.patch.multiple(float8, scale_of=scale_of, multiply=multiply):
+                forward(x).backward(gradient)
+
+        return step
+
+    ways = {'now ms': way(in_8_bits), 'without F3 ms': way(in_8_bits, scale_of=at_once)}
+    ways |= {'without G ms': way(in_8_bits, multiply=rounded), 'bf16 ms': way(in_bf16)}
+    return in_turns(torch, device, ways)
+
+
 def compiled_experts(torch, device, arguments):
     """
     A small mixture in bf16 with one kind of activation checkpointing, on batches of two sizes: how far compiled and
