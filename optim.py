@@ -2,7 +2,7 @@
 Optimizers and learning-rate schedules.
 
     optimizer = make_optimizer(model, 'adamw', learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
-    learning_rate = learning_rate_at(step, learning_rate=6e-4, lr_schedule='cosine', ...)
+    learning_rate = learning_rate_at(step, config)
 
     adamw            Adam with decoupled weight decay, PyTorch's fused kernel          2 moments
     adamw-decay      AdamW with the weight decay weight_decay / (1 + t/wd_ts)          2
@@ -827,8 +827,8 @@ def scaled_groups(groups, model, optimizer):
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
-def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr):
-    """Learning rate of the optimizer step that is about to run (`step` counts from 0).
+def learning_rate_at(step, config):
+    """Learning rate of the optimizer step that is about to run (`step` counts from 0). config: a script's.
 
     All schedules rise linearly to `learning_rate` over `warmup_iters` steps. From there to step `lr_decay_iters`:
         'cosine'    half a cosine down to min_lr (arXiv 1608.03983, one cycle)
@@ -838,26 +838,26 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
         'constant'  the peak, for ever
     From lr_decay_iters on all but 'constant' stay at min_lr. Raises ValueError for a schedule that is unknown.
     """
-    if lr_schedule not in SCHEDULES:
-        raise ValueError(f'lr_schedule={lr_schedule!r}: expected one of {", ".join(SCHEDULES)}')
-    if min_lr > learning_rate:
-        raise ValueError(f'min_lr={min_lr}: expected at most learning_rate={learning_rate}')
+    schedule, peak, min_lr = config.lr_schedule, config.learning_rate, config.min_lr
+    warmup, end = config.warmup_iters, config.lr_decay_iters
+    if schedule not in SCHEDULES:
+        raise ValueError(f'lr_schedule={schedule!r}: expected one of {", ".join(SCHEDULES)}')
+    if min_lr > peak:
+        raise ValueError(f'min_lr={min_lr}: expected at most learning_rate={peak}')
 
-    if step < warmup_iters:
-        if lr_schedule == 'cos_inf':
-            return learning_rate * (0.01 + 0.99 * step / warmup_iters)
-        return learning_rate * (step + 1) / (warmup_iters + 1)  # so the first step's rate is above 0
-    if lr_schedule == 'constant':
-        return learning_rate
-    if step >= lr_decay_iters:
+    if step < warmup:
+        if schedule == 'cos_inf':
+            return peak * (0.01 + 0.99 * step / warmup)
+        return peak * (step + 1) / (warmup + 1)  # so the first step's rate is above 0
+    if schedule == 'constant':
+        return peak
+    if step >= end:
         return min_lr
-    decay_start = warmup_iters
-    if lr_schedule == 'wsd':
-        decay_start = max(warmup_iters, int((1 - WSD_DECAY_FRACTION) * lr_decay_iters))
-    progress = max(0.0, (step - decay_start) / (lr_decay_iters - decay_start))  # 0 at the peak, 1 at min_lr
+    decay_start = max(warmup, int((1 - WSD_DECAY_FRACTION) * end)) if schedule == 'wsd' else warmup
+    progress = max(0.0, (step - decay_start) / (end - decay_start))  # 0 at the peak, 1 at min_lr
     line, cosine = 1 - progress, (1 + math.cos(math.pi * progress)) / 2
-    height = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[lr_schedule]
-    return min_lr + height * (learning_rate - min_lr)
+    height = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[schedule]
+    return min_lr + height * (peak - min_lr)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -163,10 +163,7 @@ while not watch.must_stop:
         replica_number, at, end = part
         step = replica.step
         train_batches = batches_of(replica_number, at)
-    # the learning rate of this step
-    lr = optim.learning_rate_at(
-        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
-    )
+    lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout or config.lora_dropout:  # noise depends on (seed, step, replica, rank, ranks) only

@@ -4,6 +4,7 @@ import math
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -594,9 +595,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
+def rate_at(step, **changed):
+    return learning_rate_at(step, SimpleNamespace(**SCHEDULE | changed))
+
+
 @pytest.mark.parametrize('lr_schedule', SCHEDULES)
 def test_schedules_rise_to_the_peak_and_end_at_min_lr(lr_schedule):
-    rates = [learning_rate_at(step, **SCHEDULE | {'lr_schedule': lr_schedule}) for step in range(150)]
+    rates = [rate_at(step, lr_schedule=lr_schedule) for step in range(150)]
     assert rates[:11] == sorted(rates[:11]) and rates[0] > 0
     assert rates[10] == max(rates) == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -619,16 +624,16 @@ def test_schedules_rise_to_the_peak_and_end_at_min_lr(lr_schedule):
     ],
 )
 def test_schedule_values(lr_schedule, step, expected):
-    assert learning_rate_at(step, **SCHEDULE | {'lr_schedule': lr_schedule}) == pytest.approx(expected)
+    assert rate_at(step, lr_schedule=lr_schedule) == pytest.approx(expected)
 
 
 def test_wsd_with_a_warm_up_into_its_last_fifth_decays_from_the_peak():
-    long = SCHEDULE | {'lr_schedule': 'wsd', 'warmup_iters': 100}
-    assert [learning_rate_at(step, **long) for step in (100, 105, 109)] == pytest.approx([1.0, 0.55, 0.19])
+    rates = [rate_at(step, lr_schedule='wsd', warmup_iters=100) for step in (100, 105, 109)]
+    assert rates == pytest.approx([1.0, 0.55, 0.19])
 
 
 def test_a_run_shorter_than_its_warm_up_just_warms_up():
-    rates = [learning_rate_at(step, **SCHEDULE | {'lr_decay_iters': 4}) for step in range(12)]
+    rates = [rate_at(step, lr_decay_iters=4) for step in range(12)]
     assert rates[:10] == sorted(rates[:10]) and rates[11] == 0.1
 
 
@@ -638,8 +643,8 @@ def test_a_run_shorter_than_its_warm_up_just_warms_up():
 @pytest.mark.parametrize('lr_schedule', SCHEDULES)
 def test_no_schedule_divides_by_zero(lr_schedule):
     for warmup_iters, lr_decay_iters in ((0, 0), (0, 1), (1, 1)):
-        knobs = SCHEDULE | dict(lr_schedule=lr_schedule, warmup_iters=warmup_iters, lr_decay_iters=lr_decay_iters)
-        assert all(0 < learning_rate_at(step, **knobs) <= 1 for step in range(3))
+        keys = dict(lr_schedule=lr_schedule, warmup_iters=warmup_iters, lr_decay_iters=lr_decay_iters)
+        assert all(0 < rate_at(step, **keys) <= 1 for step in range(3))
 
 
 @pytest.mark.parametrize(
@@ -658,4 +663,4 @@ def test_optimizer_values_that_do_not_fit_get_one_line(changed):
 @pytest.mark.parametrize('changed', [{'lr_schedule': 'cos'}, {'min_lr': 2.0}])
 def test_schedule_values_that_do_not_fit_get_one_line(changed):
     with pytest.raises(ValueError, match=rf'^{next(iter(changed))}=.*expected .*$'):
-        learning_rate_at(0, **SCHEDULE | changed)
+        rate_at(0, **changed)
