@@ -815,6 +815,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if needs_weight:
                 product = grad_logits.T @ hidden[chunk]  # (V, C), in compute_dtype; the sum over chunks is fp32
                 grad_weight = product.float() if grad_weight is None else grad_weight.add_(product)
+            del logits, grad_logits  # so that the next chunk gets their memory
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(ce_sum)
         return loss_sum, ce_sum
@@ -874,14 +875,17 @@ def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None, 
 
 
 def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None):
-    """cross_entropy() in a form of which torch.compile makes one kernel: without a scatter, and with nothing in place.
+    """cross_entropy() in a form of which torch.compile makes one kernel: without a scatter, and with nothing in place
+    but the gradient at the end, which takes the room of the logits.
 
-    Compiled, it moves 6 bytes per bf16 logit (8 with a separate pass for the largest of each row) instead of 38.
+    Compiled for a GPU, it moves 6 bytes per bf16 logit instead of 38: it reads each row twice and writes it once.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)  # (V)
     capped = softcapped(logits.float(), cap)  # (n, V); it stays in registers
     logits32 = torch.where(columns < vocab_size, capped, -math.inf)
-    lse = torch.logsumexp(logits32, -1)  # (n)
+    # In this form Inductor finds the largest of a row and the sum in one pass. torch.logsumexp() would take two.
+    largest = logits32.amax(-1, keepdim=True)  # (n, 1)
+    lse = (largest + (logits32 - largest).exp().sum(-1, keepdim=True).log())[:, 0]  # (n)
     valid = (targets >= 0).float()  # (n)
     ce = lse - softcapped(logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float(), cap)
     ce_sum = (ce * valid).sum()
@@ -892,7 +896,7 @@ def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, 
     gradient = softmax * (valid * (1 + 2 * z_loss * lse))[:, None] - (columns == targets[:, None]).float()
     if cap:
         gradient = gradient * (1 - (capped / cap) ** 2)
-    return loss_sum, ce_sum, gradient.to(logits.dtype)
+    return loss_sum, ce_sum, logits.copy_(gradient)
 
 
 class Head(Linear):

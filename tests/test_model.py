@@ -14,6 +14,7 @@ import torch._inductor.metrics
 import torch.nn.functional as F
 from on_cuda import on_cuda
 from precision import MARGIN, apart, assert_as_close_to_float64, error, gap_of_text, likeliest
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -292,6 +293,14 @@ def test_loss_of_half_precision_hidden_states_reaches_fp32_weights(monkeypatch, 
     assert error(loss_sum, exact_loss) <= eps and error(weight.grad, exact.grad) <= 2 * eps
 
 
+def test_the_gradient_of_the_logits_takes_their_room_in_the_form_that_is_compiled():
+    logits, targets = torch.randn(9, 128).bfloat16(), torch.randint(VOCAB_SIZE, (9,))
+    (*sums, gradient), other = pointwise_cross_entropy(logits.clone(), targets, VOCAB_SIZE, 0.0, True), logits.clone()
+    assert pointwise_cross_entropy(other, targets, VOCAB_SIZE, 0.0, False) == (*sums, None)
+    assert torch.equal(other, logits), 'without a gradient they stay'
+    assert pointwise_cross_entropy(other, targets, VOCAB_SIZE, 0.0, True)[2] is other and torch.equal(other, gradient)
+
+
 @pytest.mark.parametrize('arch', ARCHITECTURES)
 def test_loss_is_a_sum_over_the_targets_that_are_not_ignored(arch):
     model = make_model(arch, z_loss=1e-3)
@@ -383,6 +392,26 @@ def test_compiled_the_loss_moves_at_most_a_fifth_of_the_bytes_per_logit():
         after = torch._inductor.metrics.num_bytes_accessed / logits.numel()
     print(f'{before:.1f} bytes per logit before, {after:.1f} after')
     assert 6 <= after <= before / 5
+
+
+@pytest.mark.slow
+def test_on_a_gpu_the_compiled_loss_reads_each_logit_twice_and_not_three_times():
+    """Inductor's own pass finds the largest of a row and the sum in one loop. (It makes such a loop for Triton alone,
+    which the test above cannot count.)"""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import post_grad
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    post_grad.lazy_init()
+    with FakeTensorMode():
+        inputs = torch.empty(64, 50304, dtype=torch.bfloat16), torch.empty(64, dtype=torch.int64)
+        loss = partial(pointwise_cross_entropy, vocab_size=50257, z_loss=1e-4, with_gradient=True)
+        graph = make_fx(loss, decomposition_table=select_decomp_table())(*inputs)
+    for node in graph.graph.nodes:
+        if isinstance(value := node.meta.get('val'), torch.Tensor):
+            value.fake_device = torch.device('cuda', 0)
+    assert sum(patterns.apply(graph) for patterns in post_grad.pass_patterns) == 1
+    assert any('prepare_softmax_online' in str(node.target) for node in graph.graph.nodes)
 
 
 def test_full_logits_of_a_large_vocabulary_never_exist():
