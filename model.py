@@ -38,8 +38,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 LLAMA_STYLE = ('llama', 'qwen3')  # RMSNorm and SwiGLU
 
-# A chunk of the loss has at most this many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens make a fast matmul.
-LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
+# A chunk of the loss has at most this many bytes of fp32 logits. On a GPU 2**31 / (4 * 50304) = 10672 tokens, as each
+# chunk reads and writes the whole gradient of the head.
+LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**31}
 
 # A parameter counts for the first of these parts that has a word which its name contains, here or in transformers.
 PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
@@ -813,8 +814,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if needs_hidden:
                 torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
             if needs_weight:
-                product = grad_logits.T @ hidden[chunk]  # (V, C), in compute_dtype; the sum over chunks is fp32
-                grad_weight = product.float() if grad_weight is None else grad_weight.add_(product)
+                grad_weight = add_product(grad_weight, grad_logits.T, hidden[chunk])
             del logits, grad_logits  # so that the next chunk gets their memory
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(ce_sum)
@@ -825,6 +825,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # In place, as the second is as large as the head. (Another backward would raise, since it finds them changed.)
         gradients = [None if saved is None else saved.mul_(grad_loss_sum) for saved in ctx.saved_tensors]
         return *gradients, None, None, None, None, None
+
+
+def add_product(total, a, b):
+    """total + a @ b for matrices of one dtype; in place, where the total is fp32. It is None at first."""
+    if a.device.type in ('cuda', 'meta') and a.dtype != torch.float32:
+        # Tensor cores add up in fp32 anyway, so they can add to the total as well, and nothing is rounded on the way.
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    product = a @ b
+    return product.float() if total is None else total.add_(product)
 
 
 def tokens_per_chunk(tokens, most):

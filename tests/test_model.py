@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._inductor.metrics
 import torch.nn.functional as F
-from on_cuda import on_cuda
+from on_cuda import called, on_cuda
 from precision import MARGIN, apart, assert_as_close_to_float64, error, gap_of_text, likeliest
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -291,6 +291,33 @@ def test_loss_of_half_precision_hidden_states_reaches_fp32_weights(monkeypatch, 
     exact_loss.backward()
     eps = torch.finfo(dtype).eps  # each logit is rounded by up to half of it
     assert error(loss_sum, exact_loss) <= eps and error(weight.grad, exact.grad) <= 2 * eps
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_on_a_gpu_nothing_is_rounded_while_the_gradient_of_the_head_adds_up_over_chunks(monkeypatch, dtype):
+    for device in ('cpu', 'cuda'):
+        monkeypatch.setitem(model_module.LOGITS_BYTES, device, 8 * 4 * 128)  # 5 chunks
+    hidden, targets = torch.randn(37, 16).to(dtype), torch.randint(VOCAB_SIZE, (37,))
+    weight = torch.randn(128, 16).to(dtype).float()
+
+    def gradient_of_head(kernel):
+        leaf = weight.clone().requires_grad_()
+        ChunkedCrossEntropy.apply(hidden, leaf, targets, VOCAB_SIZE, 0.0, True, kernel)[0].backward()
+        return leaf.grad
+
+    of_logits = []  # with which the matmuls are exact
+
+    def noting(*args, **kwargs):
+        *sums, gradient = pointwise_cross_entropy(*args, **kwargs)
+        of_logits.append(gradient.double())
+        return *sums, gradient
+
+    on_cpu = gradient_of_head(pointwise_cross_entropy)
+    with on_cuda():
+        on_gpu = gradient_of_head(noting)
+    assert len(of_logits) == 5 and {'mm.dtype', 'addmm.dtype_out'} <= called
+    exact = torch.cat(of_logits).T @ hidden.double()
+    assert error(on_gpu, exact) <= apart() < torch.finfo(dtype).eps / 8 < error(on_cpu, exact)
 
 
 def test_the_gradient_of_the_logits_takes_their_room_in_the_form_that_is_compiled():
