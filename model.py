@@ -287,11 +287,18 @@ class RotaryEmbedding:
                 self.cos_sin *= 0.1 * math.log(self.yarn[0]) + 1
 
     def rotate(self, x, cos_sin):
-        """x: queries or keys (B, heads, T, D); cos_sin: rows of the table for T positions; returns the shape of x."""
-        cos, sin = cos_sin.unbind()  # (T, D/2) each, or (B, 1, T, D/2)
-        a, b = x.float().unflatten(-1, self.pairs).unbind(self.pair_dim)  # (B, heads, T, D/2) each
-        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), self.pair_dim).flatten(-2)
-        return rotated.to(x.dtype)
+        """x: queries or keys (B, T, heads, D). cos_sin: rows of the table for T positions, (2, T, 1, D/2), or those of
+        each row of x, (2, B, T, 1, D/2). Returns the shape of x.
+
+        On a GPU tokens lie before heads in memory, too: attention's result then lies as the next layer wants it, and is
+        not copied. A CPU attends faster with heads before tokens.
+        """
+        if x.is_cpu:
+            x, cos_sin = x.transpose(1, 2), cos_sin.transpose(-3, -2)
+        cos, sin = cos_sin.unbind()
+        a, b = x.float().unflatten(-1, self.pairs).unbind(self.pair_dim)  # (B, T, heads, D/2) each
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), self.pair_dim).flatten(-2).to(x.dtype)
+        return rotated.transpose(1, 2) if x.is_cpu else rotated
 
 
 def yarn_frequencies(period, theta, factor, before):
@@ -328,7 +335,7 @@ def llama3_frequencies(frequency, factor, low, high, before):
 # `attention` says where each token stands in its document, and computes attention within documents. It has
 #
 #     positions                           int64 (B, T), or (1, T) if they are the same in all rows
-#     cos_sin                             (2, B, 1, T, D/2), the rotation of each token; GPT.forward() fills it in
+#     cos_sin                             (2, B, T, 1, D/2), the rotation of each token; GPT.forward() fills it in
 #     attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
 #                                         token sees itself and the window - 1 tokens before it (MaskedAttention
 #                                         takes no scale)
@@ -469,11 +476,11 @@ class Attention(nn.Module):
             q, gate = q.unflatten(2, (self.n_head, 2)).unbind(3)  # (B, T, H, D) each
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if self.rotary is not None:
             first = 0 if cache is None else cache.length
-            cos_sin = attention.cos_sin if attention else self.rotary.cos_sin[:, first : first + x.shape[1]]
+            cos_sin = attention.cos_sin if attention else self.rotary.cos_sin[:, first : first + x.shape[1], None]
             q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if cache is not None:
             is_masked = attention is not None or cache.length == 0 or x.shape[1] == 1  # none sees a later one
             assert is_masked, f'{x.shape[1]} tokens after {cache.length}: expected 1, or a mask'
@@ -1018,7 +1025,7 @@ class GPT(nn.Module):
             positions = attention.positions
             if self.config.window_size and isinstance(attention, MaskedAttention):
                 attention = attention.with_window(self.config.window_size)
-            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, :, None])
         return positions, attention
 
     def embedded(self, x, positions):
