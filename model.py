@@ -226,8 +226,32 @@ def check_windows(pattern, size, block_size):
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
+class LinearOfMaster(torch.autograd.Function):
+    """F.linear() in half precision for a weight in fp32, whose gradient leaves its matmul in fp32. Autograd's own is
+    rounded to the dtype of x, and cast back in one more pass. Only for GPUs, see add_product()."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        weight = weight.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)  # (N, out)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            gradient @ weight if needs_x else None,
+            add_product(None, rows.T, x.flatten(0, -2)) if needs_weight else None,
+            rows.sum(0, dtype=torch.float32) if needs_bias else None,
+        )
+
+
 def linear(x, weight, bias=None):
     """F.linear in the dtype of x."""
+    if x.device.type in ('cuda', 'meta') and x.dtype != weight.dtype == torch.float32:
+        return LinearOfMaster.apply(x, weight, bias)
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 

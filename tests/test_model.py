@@ -320,6 +320,30 @@ def test_on_a_gpu_nothing_is_rounded_while_the_gradient_of_the_head_adds_up_over
     assert error(on_gpu, exact) <= apart() < torch.finfo(dtype).eps / 8 < error(on_cpu, exact)
 
 
+@pytest.mark.parametrize('bias', [False, True])
+def test_on_a_gpu_the_gradient_of_an_fp32_weight_is_not_rounded_to_half_precision(bias):
+    layer, start = model_module.Linear(48, 32, bias=bias), torch.randn(3, 40, 48).bfloat16()
+    gradient, found = torch.randn(3, 40, 32).bfloat16(), []
+    for context in (contextlib.nullcontext(), on_cuda()):
+        x = start.clone().requires_grad_()
+        layer.zero_grad()
+        with context:
+            y = layer(x)
+            y.backward(gradient)
+        found.append((y, x.grad, layer.weight.grad, layer.bias.grad if bias else y))
+    (y, of_x, *of_layer), (other_y, other_of_x, *other_of_layer) = found
+    assert torch.equal(y, other_y) and torch.equal(of_x, other_of_x)
+    rows = gradient.flatten(0, 1).double()
+    exact = [rows.T @ start.flatten(0, 1).double(), rows.sum(0)]
+    for on_cpu, on_gpu, wanted in zip(of_layer[: 1 + bias], other_of_layer, exact, strict=False):
+        assert on_gpu.dtype == torch.float32 and error(on_gpu, wanted) <= apart() < error(on_cpu, wanted)
+    with on_cuda():  # a frozen layer passes the gradient on
+        layer.requires_grad_(False)
+        x.grad = None
+        layer(x).backward(gradient)
+    assert torch.equal(x.grad, of_x)
+
+
 def test_the_gradient_of_the_logits_takes_their_room_in_the_form_that_is_compiled():
     logits, targets = torch.randn(9, 128).bfloat16(), torch.randint(VOCAB_SIZE, (9,))
     (*sums, gradient), other = pointwise_cross_entropy(logits.clone(), targets, VOCAB_SIZE, 0.0, True), logits.clone()
