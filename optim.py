@@ -446,6 +446,11 @@ class AdamW(Elementwise):
     def __init__(self, groups, constants, compile, forms):
         super().__init__(groups, constants, compile, forms)
         self.skips_on_device = compile or not forms  # the kernel takes a flag, GradScaler's found_inf
+        self.divisor = None  # of the gradients in the next step, from clip_grad_norm_()
+
+    def step(self, skip=False):
+        super().step(skip)
+        self.divisor = None
 
     def run(self, group, t, rows, skip):
         tensors = [list(column) for column in zip(*rows, strict=True)]  # theta, g, m, v
@@ -453,7 +458,7 @@ class AdamW(Elementwise):
         (beta1, beta2), lr, weight_decay = group['betas'], group['lr'], group['weight_decay']
         torch._fused_adamw_(
             *tensors, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=group['eps'],
-            amsgrad=False, maximize=False, found_inf=skip,
+            amsgrad=False, maximize=False, grad_scale=self.divisor, found_inf=skip,
         )  # fmt: skip
 
 
@@ -864,12 +869,13 @@ def learning_rate_at(step, config):
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, *norm_groups):
+def clip_grad_norm_(parameters, max_norm, *norm_groups, optimizer=None):
     """Scale all gradients in place, so that their global L2 norm is at most max_norm. Returns the norm before that, 0-d
     on the device. Collective if the parameters are sharded, or if there are norm_groups.
 
     norm_groups: pairs (process group, copies), for ranks that hold different parameters, so that their squared norms
         add up. copies is {parameter: how many of these ranks hold it}, so that none counts several times.
+    optimizer: the one whose step comes next. On a GPU AdamW's kernel scales the gradients on its way through them.
 
     torch's own function sends each DTensor through its dispatcher, which is three times the work.
     """
@@ -886,6 +892,8 @@ def clip_grad_norm_(parameters, max_norm, *norm_groups):
         for group in groups:
             dist.all_reduce(square, group=group)
         norm = square.sqrt().float()
-    if max_norm < math.inf:
+    if max_norm < math.inf and isinstance(optimizer, AdamW) and not optimizer.forms and gradients[0].is_cuda:
+        optimizer.divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    elif max_norm < math.inf:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

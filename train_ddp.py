@@ -104,7 +104,7 @@ while step < config.max_iters and not watch.must_stop:
     watch.mark('update')
     # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, optimizer=opt)
     # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.

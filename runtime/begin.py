@@ -97,6 +97,8 @@ class Run:
             f'dtypes: weights float32{frozen}, compute {config.dtype}, gradient reduction float32, '
             f'optimizer state {config.optimizer_dtype}'
         )
+        if self.on_cuda and not self.shape.dropout:  # that kernel has none
+            self.notes += devices.use_flash_attention_3(self.device)
         make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
         self.found = find_checkpoint(config, self.pretrained)
         self.base = find_base(config, self.pretrained, self.found)

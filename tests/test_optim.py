@@ -1,5 +1,6 @@
 """optim.py: which weights decay; every optimizer beside its equation, plain, sharded, resumed; values of schedules."""
 
+import contextlib
 import math
 import re
 import tempfile
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from equations import HIDDEN, KEYS, RATES, STEPS, piece, reference
 from launch import run_function
+from on_cuda import on_cuda
 from precision import apart, error
 from short import slow_but
 from streams import load
@@ -319,6 +321,28 @@ def test_muon_on_a_gpu_is_as_many_launches_for_many_matrices_of_a_shape_as_for_f
             optim.muon_updates(weights, [16] * matrices)
         counts[matrices] = launches.count
     assert counts[16] - counts[4] == 16 - 4 and counts[4] <= 30
+
+
+@pytest.mark.parametrize('max_norm', [0.5, 1e6])
+def test_on_a_gpu_adamw_clips_gradients_on_its_way_through_them(max_norm):
+    """As a CPU does it before, but for rounding. A step without clipping follows, which forgets the one before."""
+    layers = [nn.Linear(40, 30), nn.Linear(40, 30)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [optim.make_optimizer(layer, 'adamw', 1e-2, 0.9, 0.95, 0.1) for layer in layers]
+    for clip in (max_norm, math.inf):
+        start = [10 * torch.randn(parameter.shape) for parameter in layers[0].parameters()]
+        norms = []
+        for layer, optimizer, context in zip(layers, optimizers, (contextlib.nullcontext(), on_cuda()), strict=True):
+            for parameter, gradient in zip(layer.parameters(), start, strict=True):
+                parameter.grad = gradient.clone()
+            with context:
+                norms.append(optim.clip_grad_norm_(layer.parameters(), clip, optimizer=optimizer))
+                if optimizer is optimizers[1]:
+                    assert torch.equal(layer.weight.grad, start[0]), 'they were scaled before'
+                optimizer.step()
+        assert torch.equal(*norms)
+        for ours, other in zip(*(layer.parameters() for layer in layers), strict=True):
+            assert error(other.grad, ours.grad) <= apart() and error(other, ours) <= apart()
 
 
 def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
