@@ -65,6 +65,7 @@ def config_of(shape, **changes):
         'eval_iters': 20,
         'eval_only': False,
         'trace_step': 0,
+        'trace_memory': False,
     }
     return {**config, **changes}
 
