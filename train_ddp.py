@@ -24,6 +24,7 @@ class Config(Keys, TaskKeys, BestKeys):
 config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import data
@@ -53,7 +54,7 @@ if world_size > 1:
     model.broadcast_buffers = False
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-opt = optim.from_config(raw_model, config, device)
+opt = optim.from_config(raw_model, config, device, copies=dist.group.WORLD)  # all ranks have the same gradients
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 

@@ -60,7 +60,7 @@ timetable = pipeline_manual.timetable(stages, chunks, run.layout.micro_steps)
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
 initialise(raw_model, run)  # fp32 master weights of this stage, the same on all its copies
-opt = optim.from_config(raw_model, config, device, run.share)
+opt = optim.from_config(raw_model, config, device, run.share, copies=model.copies)
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 

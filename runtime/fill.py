@@ -190,6 +190,8 @@ def cautions(keys, n_windows):
     lines = []
     if trace_step > max_iters:
         lines.append(f'WARNING: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
+    if keys['trace_memory'] and not keys['device'].startswith('cuda'):
+        lines.append(f'WARNING: trace_memory=True with device={keys["device"]}: only CUDA records who holds memory')
     if keys['warmup_iters'] >= max_iters:
         warmup_in_words = f'warmup_iters={keys["warmup_iters"]} of max_iters={max_iters} steps'
         lines.append(f'WARNING: {warmup_in_words}: the learning rate never reaches its peak')

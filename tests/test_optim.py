@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import optim
 from model import ARCHITECTURES, GPT, Attention, ModelConfig
@@ -475,12 +476,12 @@ def test_orthogonalised_matrices_have_singular_values_near_1_together_as_alone(s
 
 def test_matrices_are_dealt_out_evenly():
     shapes = [(1536, 512), (512, 512), (2048, 512), (512, 2048)] * 6
-    cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
-    owners = optim.deal_out(shapes, 4)
-    work = [sum(c for c, owner in zip(cost, owners, strict=True) if owner == rank) for rank in range(4)]
-    assert max(work) < 1.2 * sum(cost) / 4
+    costs = [optim.flops(*shape) for shape in shapes]
+    owned_by = optim.deal_matrices(shapes, 4)
+    assert sorted(sum(owned_by, [])) == list(range(len(shapes)))
+    assert max(sum(costs[i] for i in owned) for owned in owned_by) < 1.05 * sum(costs) / 4
     # The large one comes first. If it came last, it would go to a rank that has a small one already.
-    assert optim.deal_out([(8, 8), (8, 8), (16, 8)], 2) == [1, 1, 0]
+    assert optim.deal_out([1, 1, 2], 2) == [[2], [0, 1]]
 
 
 def test_a_parameter_that_had_no_gradient_starts_at_step_1():
@@ -517,7 +518,8 @@ def optimizers_on_ranks(folder, names, layouts):
     for layout in layouts:
         mesh = meshes[layout]()
         for name in names:
-            model, optimizer = build(name, start, mesh)
+            keys = {'copies': dist.group.WORLD} if layout == 'plain' else {}  # as train_ddp.py
+            model, optimizer = build(name, start, mesh, **keys)
             take_steps(model, optimizer, gradients, range(STEPS // 2), mesh)
             out_dir = f'{folder}/{name}_{layout}'
             checkpoint.prepare(out_dir)
@@ -527,7 +529,8 @@ def optimizers_on_ranks(folder, names, layouts):
             with CommDebugMode() as communication:
                 take_steps(model, optimizer, gradients, [STEPS - 1], mesh)
 
-            resumed, its_optimizer = build(name, {key: torch.zeros_like(value) for key, value in start.items()}, mesh)
+            zeros = {key: torch.zeros_like(value) for key, value in start.items()}
+            resumed, its_optimizer = build(name, zeros, mesh, **keys)
             state = checkpoint.load(f'{out_dir}/checkpoints/step_{STEPS // 2:08d}', resumed, its_optimizer)
             take_steps(resumed, its_optimizer, gradients, range(state['step'], STEPS), mesh)
             saved = [checkpoint.tensors_to_save(model, optimizer), checkpoint.tensors_to_save(resumed, its_optimizer)]
@@ -595,10 +598,50 @@ def test_shards_follow_the_equation_and_resume_bit_for_bit(world_size, name, lay
         assert found['resumed equals']
 
 
-@pytest.mark.parametrize('world_size, name, layout', slow_but([2], [run for run in RUNS if run[2] != 'plain']))
-def test_elementwise_optimizers_do_not_communicate_and_muon_does_in_two_all_to_alls(world_size, name, layout, ranks):
-    found = found_by(ranks, world_size, name, layout)
-    assert all(rank['collectives in a step'] == (2 if name == 'muon' else 0) for rank in found)
+@pytest.mark.parametrize('world_size, name, layout', slow_but([2], RUNS))
+def test_elementwise_optimizers_do_not_communicate_and_muon_does_in_one_or_two(world_size, name, layout, ranks):
+    found, of_muon = found_by(ranks, world_size, name, layout), 1 if layout == 'plain' else 2
+    assert all(rank['collectives in a step'] == (of_muon if name == 'muon' else 0) for rank in found)
+
+
+def muon_dealt_out():
+    """On one rank, beside the same by this rank alone: (whether all bits are equal, [(FLOPs, alone)] of updates)."""
+    start, gradients = values()
+    bad = {key: torch.full_like(g, math.nan) for key, g in gradients.items()}
+    (model, optimizer), alone = build('muon', start, copies=dist.group.WORLD), build('muon', start)
+    for step in range(5):
+        take_steps(model, optimizer, bad, [step], skip=True)
+        take_steps(model, optimizer, gradients, [step])
+        take_steps(*alone, gradients, [step])
+    saved, expected = (checkpoint.tensors_to_save(*both) for both in ((model, optimizer), alone))
+    are_equal = [saved.keys() == expected.keys(), *(torch.equal(saved[key], expected[key]) for key in saved)]
+
+    # Of odd sizes, since matrices of these come out in other bits beside others. With small batches there are more
+    # batches than ranks, otherwise there are three.
+    shapes, counts = [(17, 5)] * 3 + [(14, 19)] * 5 + [(8, 8)], []
+    matrices, split_rows = [torch.randn(shape) for shape in shapes], [[7, 7] if n == 14 else [n] for n, _ in shapes]
+    for matrix in matrices:
+        dist.broadcast(matrix, 0)
+    for chunk in (optim.CHUNK, 300):
+        with mock.patch.object(optim, 'CHUNK', chunk):
+            with FlopCounterMode(display=False) as by_one:
+                expected = optim.muon_updates(matrices, split_rows)
+            with FlopCounterMode(display=False) as dealt:
+                found = optim.muon_updates(matrices, split_rows, dist.group.WORLD)
+        are_equal += map(torch.equal, found, expected)
+        counts.append((dealt.get_total_flops(), by_one.get_total_flops()))
+    return all(are_equal), counts
+
+
+@pytest.mark.parametrize('world_size', slow_but([4], [1, 2, 3, 4]))
+def test_ranks_with_the_same_gradients_deal_muon_out_and_compute_what_one_process_does(world_size):
+    found = run_function(world_size, muon_dealt_out)
+    assert all(are_equal for are_equal, _ in found)
+    of_one = 3 * optim.flops(17, 5) + 10 * optim.flops(7, 19) + optim.flops(8, 8)
+    for number, largest in enumerate((10 * optim.flops(7, 19), 2 * optim.flops(7, 19))):  # the most expensive batch
+        counts = [rank[1][number] for rank in found]
+        assert {alone for _, alone in counts} == {of_one} and sum(mine for mine, _ in counts) == of_one
+        assert max(mine for mine, _ in counts) <= of_one / world_size + largest
 
 
 def test_sharded_training_equals_plain_training(ranks):

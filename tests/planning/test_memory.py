@@ -65,6 +65,7 @@ def config_of(shape, **changes):
         'eval_iters': 20,
         'eval_only': False,
         'trace_step': 0,
+        'trace_memory': False,
     }
     return {**config, **changes}
 
@@ -625,6 +626,7 @@ FURTHER = {  # on 2 ranks, with 2 micro-steps in fp32
     'HSDP, sharded sums': ('train_fsdp.py', '--replicate_size=2', '--accumulate=sharded'),
     'HSDP, manual': ('train_fsdp.py', '--fsdp_impl=manual', '--replicate_size=2'),
     'Muon': ('train_fsdp.py', '--optimizer=muon'),
+    'Muon, DDP': ('train_ddp.py', '--optimizer=muon'),
     'SGD': ('train_ddp.py', '--optimizer=sgd'),
     'DiLoCo': ('train_diloco.py', '--num_replicas=2', '--inner_steps=2', '--exchange_dtype=int8'),
 }
