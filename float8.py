@@ -116,7 +116,7 @@ class Float8Matmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             w8 = by_columns(quantize(weight.to(dy.dtype), scale_w, E4M3))
             dx = multiply(dy8, w8, scale_dy, scale_w, dy.dtype)
-        if ctx.needs_input_grad[1]:  # frozen weights have none
+        if ctx.needs_input_grad[1]:  # frozen weights have none; that of an fp32 master (DDP) is not rounded
             dw = multiply(dy8.T.contiguous(), by_columns(x8), scale_dy, scale_x, weight.dtype)
         return dx, dw
 

@@ -3,7 +3,7 @@ Which kernels would torch.compile make of a block on a GPU, and how many bytes d
 
     python benchmarks/kernels.py                          # Llama 1B in bfloat16, a step of 8 x 2048 tokens under DDP
     python benchmarks/kernels.py --float8 --sharded       # in 8 bits, with weights as FSDP gathers them
-    python benchmarks/kernels.py --size='124M gpt2' --checkpointing=full
+    python benchmarks/kernels.py --size='124M gpt2'
 
 Inductor first decides which operations share a kernel, and writes the kernels only then. So it is told here that there
 is an H100, is given the graphs of forward and backward that planning/compiled.py makes as well, and is stopped once it
@@ -17,6 +17,7 @@ This asks private functions of torch, those of 2.13.
 import argparse
 import contextlib
 import copy
+import operator
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,14 +97,26 @@ def describe(node):
     return node.get_read_write_buffers_sizes(), None if node.is_extern() else node.group[1], ' '.join(short)
 
 
-def graphs_of(config, batch_size, in_8_bits, is_sharded, checkpointing):
+def whole(node):
+    """The node whose result is in the memory that this node's result is a view of."""
+
+    def is_part(node):
+        return getattr(node.target, 'is_view', False)
+
+    while is_part(node) or (node.target is operator.getitem and is_part(node.args[0])):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def graphs_of(config, batch_size, in_8_bits, is_sharded):
     """The graphs of a block's forward and backward, and the bytes that are kept from one to the other."""
     graphs, kept = [], []
 
     def cut(joint, inputs, **options):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, compiler='inductor', **options)
         results = forward.graph.output_node().args[0][options['num_fwd_outputs'] :]
-        values = [node.meta['val'] for node in results if node.op != 'placeholder']
+        made = {whole(node) for node in results if isinstance(node, torch.fx.Node)}
+        values = [node.meta['val'] for node in made if node.op != 'placeholder']
         kept.extend(value.nbytes for value in values if isinstance(value, torch.Tensor))
         return forward, backward
 
@@ -119,7 +132,6 @@ def graphs_of(config, batch_size, in_8_bits, is_sharded, checkpointing):
             float8.convert(model)
         if is_sharded:
             model.bfloat16()
-        model.checkpoint_activations(checkpointing)
         for block in model.blocks:
             block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
         tokens = torch.zeros(batch_size, config.block_size, dtype=torch.long, device='meta')
@@ -133,13 +145,12 @@ def main():
     parser.add_argument('--size', choices=sizes, default='Llama 1B')
     parser.add_argument('--float8', action='store_true')
     parser.add_argument('--sharded', action='store_true')
-    parser.add_argument('--checkpointing', choices=('none', 'selective', 'full'), default='none')
     args = parser.parse_args()
 
     size = SIZES[args.size]
     config = ModelConfig.from_keys(size | dict(vocab_size=50304, n_layer=1))
     tokens, total, number, of_others = size['batch_size'] * config.block_size, 0, 0, 0
-    graphs, kept = graphs_of(config, size['batch_size'], args.float8, args.sharded, args.checkpointing)
+    graphs, kept = graphs_of(config, size['batch_size'], args.float8, args.sharded)
     for graph, name in zip(graphs, ('forward', 'backward'), strict=True):
         print(name)
         for moved, loops, operations in kernels_of(graph, name == 'backward'):
