@@ -86,7 +86,10 @@ def fill_compile(run):
             'the run goes on uncompiled'
         )
     if config.compile:
-        run.notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
+        run.notes.append(
+            'compile: the first step takes a minute or more, and so does the first evaluation; if this machine has '
+            'compiled the same before, some seconds'
+        )
 
 
 def fill_data(run):

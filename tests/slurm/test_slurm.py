@@ -187,6 +187,16 @@ def test_a_folder_for_temporary_files_that_cannot_be_made_is_replaced(project, t
     assert result.stdout.splitlines() == [f'{tmp_path}/own {tmp_path}/own/tester-{names["SLURM_JOB_ID"]}/triton']
 
 
+def test_what_was_compiled_is_kept_where_compile_cache_says_by_kind_of_cpu(project, tmp_path):
+    show = 'source slurm/common.sh; prepare_environment; echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR"'
+    environment = in_job(TMPDIR=str(tmp_path), MODULES='')
+    lines = [bash(show, project, COMPILE_CACHE=f'{tmp_path}/kept', **environment).stdout for _ in range(2)]
+    assert re.fullmatch(rf'({tmp_path}/kept/\w+-\d+)/triton \1/inductor\n', lines[0]) and lines[1] == lines[0]
+    (tmp_path / 'file').touch()
+    said = bash(show, project, COMPILE_CACHE=f'{tmp_path}/file', **environment).stdout.splitlines()
+    assert 'cannot be made' in said[0] and said[1].startswith(f'{tmp_path}/') and '/file/' not in said[1]
+
+
 def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
     def name(arguments, **changes):
         command = f'source slurm/common.sh; SCRIPT=${{SCRIPT:-train_fsdp.py}}; run_name {arguments}'
