@@ -2,13 +2,14 @@
 leave) and the other files here without `test_`."""
 
 import os
+import runpy
 import signal
 import sys
 import zlib
 from pathlib import Path
 
 import pytest
-from launch import prepare_tiny
+from launch import REPO, prepare_tiny
 
 # In the background of a shell SIGINT is ignored, under nohup SIGHUP, and the processes of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,6 +59,31 @@ def own_random_numbers():
     """What a test draws without a seed does not depend on the tests before it."""
     if 'torch' in sys.modules:
         sys.modules['torch'].manual_seed(0)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """run_here(script, *arguments): runs a script itself, in this process; returns (stdout, stderr)."""
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # scripts install their own: put this one back afterwards
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+
+    def run(script, *arguments):
+        monkeypatch.setattr(sys, 'argv', [script, *map(str, arguments)])
+        runpy.run_path(str(REPO / script), run_name='__main__')
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    return run
 
 
 @pytest.fixture(scope='session')
