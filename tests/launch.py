@@ -18,6 +18,7 @@ is what most tests do, since importing torch takes longer than most of their run
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -181,6 +182,7 @@ def run_rank(command, place, fault=None):
     """Be the rank that the variables in `place` describe: run a script, and end this process with its exit code."""
     import torch
 
+    gc.freeze()  # what was forked is no garbage: looking through it would take longer than the steps of most runs
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the suite runs in the background of a shell
     os.environ.update(MASTER_ADDR='127.0.0.1', **{name: str(value) for name, value in place.items()})
@@ -289,6 +291,7 @@ def call_on_rank(rank, world_size, folder, backend, pickled):
 
     os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
     torch.set_num_threads(1)
+    gc.freeze()  # as in run_rank()
     try:
         function, arguments = pickle.loads(pickled)
         dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
