@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretrained import save_model
+from short import slow_but
 from torch import nn
 from torch._inductor import metrics
 
@@ -149,8 +150,7 @@ def test_between_forward_and_backward_the_bytes_alone_are_kept():
     assert [tensor.data_ptr() for tensor in kept] == [packed.data_ptr()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('stored', ['nf4', 'bfloat16'])
+@pytest.mark.parametrize('stored', slow_but(['nf4'], ['nf4', 'bfloat16']))
 def test_compiled_no_whole_matrix_is_kept_either(stored):
     """Tested with the partitioner that all backends of torch.compile use for training."""
     weight = some_weights(128, 192)
