@@ -411,9 +411,8 @@ def test_training_lowers_the_loss_of_the_outer_parameters(runs):
     assert column(runs / '2x1', 'val_loss')[-1] < column(runs / '2x1', 'val_loss')[0] - 0.3
 
 
-@pytest.mark.parametrize(
-    'name, steps, outer_steps', slow_but(SHORT, [('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3), ('2x1', 22, 4)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name, steps, outer_steps', [('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3)])
 def test_the_last_round_ends_with_the_run_and_no_outer_step_is_empty(runs, data_dir, name, steps, outer_steps):
     assert len(health(runs / name)) == outer_steps
     assert_close_weights(runs / name, ByHand(data_dir, 2).run_to_the_end(steps), steps)
