@@ -5,6 +5,7 @@ import functools
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ H, STEPS, SAVED_EVERY = (
 )  # the last round has 4 steps; checkpoint 12 is at a round's end, 8 and 16 in the middle
 BATCH = 12  # sequences per step, over all ranks
 RATE, OUTER_RATE, OUTER_MOMENTUM = 3e-3, 0.7, 0.9
+SCHEDULE = dict(learning_rate=RATE, lr_schedule='cosine', warmup_iters=5, lr_decay_iters=STEPS, min_lr=RATE / 10)
 RUN = [
     *TINY_MODEL,
     *TINY_RUN,
@@ -166,7 +168,7 @@ class ByHand:
                 norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
                 for optimizer in self.optimizers[number]:
                     for group in optimizer.param_groups:
-                        group['lr'] = optim.learning_rate_at(self.step, RATE, 'cosine', 5, STEPS, RATE / 10)
+                        group['lr'] = optim.learning_rate_at(self.step, SimpleNamespace(**SCHEDULE))
                     optimizer.step()
                     optimizer.zero_grad()
                 of_step.append(ce_sum.item() / (count * 32))
