@@ -362,12 +362,17 @@ READ_IF = {
         'tf32': ('on a GPU', lambda run: run.device.startswith('cuda')),
         'stop_before_end_s': ('in a Slurm job with a time limit', lambda run: run.ends_at_s < float('inf')),
         'eval_tasks_interval eval_tasks_limit eval_tasks_chat': ('with --eval_tasks', lambda run: run.eval_tasks),
-        'prefetch': ('with --fsdp_impl=manual', lambda run: run.fsdp_impl == 'manual'),
+        'prefetch': ('with --fsdp_impl=manual', lambda run: run.fsdp_impl == 'manual' and run.strategy != 'ddp'),
         'context_impl': ('with --context_parallel=2 or more', lambda run: run.context_parallel > 1),
         'error_feedback': (
             'with an --exchange_dtype that rounds',
             lambda run: run.exchange_dtype != 'float32',
         ),
+    },
+    'train_dpo.py': {  # beside those of all train scripts
+        'label_smoothing': ('with another --loss_type than ipo', lambda run: run.loss_type != 'ipo'),
+        'simpo_gamma': ('with --loss_type=simpo', lambda run: run.loss_type == 'simpo'),
+        'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
     },
     'sample.py': {
         'top_k top_p seed': ('with a --temperature above 0', lambda run: run.temperature),
