@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import LOGITS_BYTES, place_in_documents, tokens_per_chunk
+from model import LOGITS_BYTES, place_in_documents
 
 
 def token_logps(model, x, y, starts, temperature=1.0):
@@ -31,7 +31,7 @@ def token_logps(model, x, y, starts, temperature=1.0):
         vocab_size = logits_of(hidden[:0]).shape[-1]
         rows, targets = hidden[y >= 0], y[y >= 0]
         most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * vocab_size))
-        chunks = zip(*(part.split(tokens_per_chunk(len(rows), most)) for part in (rows, targets)), strict=True)
+        chunks = zip(rows.split(most), targets.split(most), strict=True)
         options = {'use_reentrant': False, 'preserve_rng_state': False}
         return torch.cat([checkpoint(of_chunk, *chunk, logits_of, **options) for chunk in chunks])
 

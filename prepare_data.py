@@ -190,7 +190,7 @@ if config.pairs:
     if config.chat is False or config.tokenizer == 'bpe':
         given = 'chat=False' if config.chat is False else 'tokenizer=bpe'
         raise ValueError(
-            f'{given} with pairs=True, which a model that knows language is to learn: give its --tokenizer, and no --chat'
+            f'{given} with pairs=True, which teach a model that knows language: give its --tokenizer, and no --chat'
         )
     config.chat_fields = list(PREFERENCES)
 if config.chat_fields and config.chat is False:

@@ -308,8 +308,8 @@ class Pairs(Conversations):
 
     Conversations 2k and 2k + 1 are the chosen and the rejected one of pair k. They stay side by side in a window, so
     that in each row of `starts` documents 2k and 2k + 1 are a pair, and what is left over is padding. A pair that does
-    not fit is dropped: cut answers would lose their end. n_targets: pairs, since the loss is a mean over pairs. longest:
-    such that block_size = longest - 1 holds every pair.
+    not fit is dropped: cut answers would lose their end. n_targets: pairs, since the loss is a mean over pairs.
+    longest: such that block_size = longest - 1 holds every pair.
     """
 
     is_pairs = True
@@ -326,8 +326,8 @@ class Pairs(Conversations):
         fits = sizes <= self.block_size
         n_dropped = np.count_nonzero(~fits)
         line = (
-            f'{self.name}: {n_dropped:,} of {len(sizes):,} pairs ({self.split}) are dropped, since both answers with their '
-            f'prompts take more than block_size={self.block_size} tokens; the longest pair takes {self.longest - 1:,}'
+            f'{self.name}: {n_dropped:,} of {len(sizes):,} pairs ({self.split}) are dropped, since both answers with '
+            f'their prompts take more than block_size={self.block_size} tokens, the longest {self.longest - 1:,}'
         )
         if not fits.any():
             raise ValueError(f'{line}: use --block_size={sizes.min()} or more')

@@ -204,8 +204,8 @@ def refuse_other_data(run, pairs):
         given = f'{key}={config.val_dataset or config.dataset if key == "val_dataset" else config.dataset}'
         if mixture.is_pairs and not pairs:
             raise ValueError(
-                f'{given} holds pairs of a better and a worse answer: train_dpo.py learns from these; to learn the better '
-                'ones as conversations, prepare it without --pairs, with --chat_fields'
+                f'{given} holds pairs of a better and a worse answer: train_dpo.py learns from these; to learn the '
+                'better ones as conversations, prepare it without --pairs, with --chat_fields'
             )
         if pairs and not mixture.is_pairs:
             raise ValueError(

@@ -93,14 +93,13 @@ def fill_data(run):
     """Keys that follow from the datasets: the vocabulary, and whether a sequence holds several documents."""
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
-    config.packed, config.chats = train_data.has_starts, train_data.is_chat
+    config.packed, config.chats = train_data.has_starts, bool(train_data.is_chat and pretrained)
+    one = 'pair' if train_data.is_pairs else 'conversation'
     if train_data.is_chat and not (pretrained or (train_data.is_pairs and run.start_from)):
         raise ValueError(
-            f'dataset={config.dataset} holds {"pairs of answers" if train_data.is_pairs else "conversations"}, for a model '
-            'that knows language: give its --init_from'
+            f'dataset={config.dataset} holds {one}s, for a model that knows language: give its --init_from'
         )
     longest = max(source.longest for source in train_data.sources)
-    one = 'pair' if train_data.is_pairs else 'conversation'
     if longest > config.block_size + 1:
         whole = longest - 1  # the last token is only ever a target
         most = min(whole, (pretrained and pretrained.positions) or whole)

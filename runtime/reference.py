@@ -23,8 +23,8 @@ FILE = 'reference.npz'  # in out_dir: {"split fingerprint" of a source: float32 
 
 
 def check_keys(run):
-    """Raise ValueError for keys that would add noise to what is compared with the reference, or a loss that train_dpo.py
-    does not have; note how many pairs there are."""
+    """Raise ValueError for keys that would add noise to what is compared with the reference, or a loss that
+    train_dpo.py does not have; note how many pairs there are."""
     config = run.config
     for key in ('dropout', 'lora_dropout'):
         if vars(config)[key]:
@@ -42,8 +42,8 @@ def check_keys(run):
     windows, pairs = sum(source.n_windows for source in sources), sum(int(source.n_targets.sum()) for source in sources)
     per_step = config.global_batch_size * pairs / windows
     run.notes.append(
-        f'{pairs:,} pairs in {windows:,} sequences: a step has {per_step:.4g} of them on average, which other trainers call '
-        'the batch'
+        f'{pairs:,} pairs in {windows:,} sequences: a step has {per_step:.4g} of them on average, which other trainers '
+        'call the batch'
     )
 
 
@@ -122,13 +122,14 @@ def read(path, digest, keys):
     begin = 'begin anew in another --out_dir'
     if digest is None:
         raise ValueError(
-            f'the checkpoint beside {path} has no reference, since another script or loss_type=simpo wrote it: {begin}, '
-            'with this one as --init_from'
+            f'the checkpoint beside {path} has no reference, since another script or loss_type=simpo wrote it: '
+            f'{begin}, with this one as --init_from'
         )
     if not os.path.exists(path) or sha256_of(path) != digest:
         state = 'is another file than' if os.path.exists(path) else 'is missing,'
         raise ValueError(
-            f'{path} {state} the reference that this run began with, and its weights have moved: copy it back, or {begin}'
+            f'{path} {state} the reference that this run began with, and its weights have moved: copy it back, or '
+            f'{begin}'
         )
     with np.load(path) as file:
         arrays = {key: file[key] for key in file.files}

@@ -100,19 +100,19 @@ def test_losses_are_those_of_the_papers(loss_type, smoothing):
     n = torch.randint(1, 9, (5, 2), generator=draw).double()
     beta, gamma, weight = 0.3, 0.7, 0.25
     found = losses_of_pairs(loss_type, beta, smoothing, gamma, weight)(logps, reference, n)
-    for loss, (w, l), (ref_w, ref_l), (n_w, n_l) in zip(
-        *(part.tolist() for part in (found, logps, reference, n)), strict=True
-    ):
+    for loss, now, before, tokens in zip(*(part.tolist() for part in (found, logps, reference, n)), strict=True):
+        gained = [one - other for one, other in zip(now, before, strict=True)]
+        per_token, of_now = ([value / m for value, m in zip(values, tokens, strict=True)] for values in (gained, now))
         ahead = {
-            'sigmoid': beta * ((w - ref_w) - (l - ref_l)),
-            'sigmoid_norm': beta * ((w - ref_w) / n_w - (l - ref_l) / n_l),
-            'simpo': beta * (w / n_w - l / n_l) - gamma,
-            'ipo': (w - ref_w) / n_w - (l - ref_l) / n_l,
+            'sigmoid': beta * (gained[0] - gained[1]),
+            'sigmoid_norm': beta * (per_token[0] - per_token[1]),
+            'simpo': beta * (of_now[0] - of_now[1]) - gamma,
+            'ipo': per_token[0] - per_token[1],
         }[loss_type]
         expected = -(1 - smoothing) * log_sigmoid(ahead) - smoothing * log_sigmoid(-ahead)
         if loss_type == 'ipo':
             expected = (ahead - 1 / (2 * beta)) ** 2
-        assert loss == pytest.approx(expected - weight * w / n_w, rel=1e-12)
+        assert loss == pytest.approx(expected - weight * of_now[0], rel=1e-12)
 
 
 def test_what_each_loss_begins_with():
@@ -140,7 +140,7 @@ def pairs_of_steps(folder):
     places = {}
     for row in rows_of_pairs(90):
         chosen, rejected = (ids_of(''.join(text_of(row, which)))[:-1] for which in ('chosen', 'rejected'))
-        places[*chosen, -1, *rejected] = row
+        places[(*chosen, -1, *rejected)] = row
     keys = {'dataset': 'pairs', 'data_dir': f'{folder}/data', 'dataset_stages': (), 'block_size': BLOCK}
     mixture = data.open_mixture({**keys, 'vocab_size': VOCABULARY, 'windows': 'stream'}, 'train')
     mixture.plan(STEPS, 6)
@@ -150,7 +150,7 @@ def pairs_of_steps(folder):
         for x, starts in zip(*(part.numpy() for part in next(batches)[::2]), strict=True):
             documents = [part.tolist() for part in np.split(x, starts[(starts > 0) & (starts < BLOCK)])]
             for chosen, rejected in zip(documents[::2], documents[1::2], strict=False):
-                rows.append(places[*chosen, -1, *rejected])
+                rows.append(places[(*chosen, -1, *rejected)])
         assert mixture.count_targets(SEED, 6 * step, 6) == len(rows) > 6
         steps.append(rows)
     batches.close()
@@ -176,13 +176,13 @@ def plain_loop(folder, beta=0.1):
     for step in pairs_of_steps(folder):
         found = []
         for row in step:
-            (w, _), (l, _) = (logp_of(model, row, which) for which in ('chosen', 'rejected'))
+            (good, _), (bad, _) = (logp_of(model, row, which) for which in ('chosen', 'rejected'))
             with torch.no_grad():
-                (ref_w, _), (ref_l, _) = (logp_of(reference, row, which) for which in ('chosen', 'rejected'))
-            loss = -F.logsigmoid(beta * ((w - ref_w) - (l - ref_l)))
+                (before, _), (bad_before, _) = (logp_of(reference, row, which) for which in ('chosen', 'rejected'))
+            loss = -F.logsigmoid(beta * ((good - before) - (bad - bad_before)))
             (loss / len(step)).backward()
-            gained = [beta * (w - ref_w).item(), beta * (l - ref_l).item()]
-            found.append([loss.item(), *gained, gained[0] - gained[1], w.item(), l.item()])
+            gained = [beta * (good - before).item(), beta * (bad - bad_before).item()]
+            found.append([loss.item(), *gained, gained[0] - gained[1], good.item(), bad.item()])
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         opt.step()
         opt.zero_grad()
@@ -412,3 +412,115 @@ def test_pairs_of_a_tokenizer_without_a_template(folder):
     assert source.n_targets.sum() == 20 and mixture.has_starts
     unpacked = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream', 'packing': False}, 'train')
     assert unpacked.n_windows == 20 and unpacked.sources[0].n_targets.tolist() == [1] * 20 and unpacked.has_starts
+
+
+# --- beside TRL -------------------------------------------------------------------------------------------------------
+
+OF_TRL = {'bos_token_id': None, 'eos_token_id': 63, 'pad_token_id': 0, 'vocab_size': 64, 'initializer_range': 0.1}
+OF_TRL |= {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
+OF_TRL |= {'num_key_value_heads': 2, 'max_position_embeddings': 64}
+# The first and the last of the ten losses, which TRL 1.16 gave on another machine.
+TRLS_LOSSES = {'sigmoid': (0.693147, 0.694926), 'ipo': (25.0, 25.554735)}
+
+
+def rows_of_ids(n):
+    draw = torch.Generator().manual_seed(1)
+
+    def ids(low, high):
+        length = int(torch.randint(low, high, (), generator=draw))
+        return torch.randint(1, 63, (length,), generator=draw).tolist()
+
+    return [
+        {'prompt_ids': ids(3, 12), 'chosen_ids': [*ids(2, 14), 63], 'rejected_ids': [*ids(2, 20), 63]} for _ in range(n)
+    ]
+
+
+def by_trl(model, rows, loss_type, beta, folder):
+    """The losses of TRL's DPOTrainer, 4 rows a step."""
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    losses = []
+
+    class Trainer(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset, *args, **kwargs):
+            return dataset
+
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def log(self, logs, *args, **kwargs):
+            losses.extend([logs['loss']] if 'grad_norm' in logs else [])
+
+    words = tokenizers.models.WordLevel({str(number): number for number in range(64)}, unk_token='0')
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), eos_token='63', pad_token='0'
+    )
+    config = trl.DPOConfig(
+        output_dir=str(folder), max_steps=len(rows) // 4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-3, lr_scheduler_type='constant', weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95,
+        max_grad_norm=1.0, logging_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy='no', beta=beta,
+        disable_tqdm=True, gradient_checkpointing=False, loss_type=loss_type, optim='adamw_torch',
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    Trainer(
+        model=model, ref_model=copy.deepcopy(model), args=config, train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    ).train()  # fmt: skip
+    return losses
+
+
+def packed_row(rows):
+    """x, y, starts of one sequence that holds the pairs of some rows, without padding."""
+    x, y, starts = [], [], [0]
+    for row in rows:
+        for answer in (row['chosen_ids'], row['rejected_ids']):
+            ids = row['prompt_ids'] + answer
+            x += ids[:-1]
+            y += [-1] * (len(row['prompt_ids']) - 1) + answer
+            starts.append(len(x))
+    return torch.tensor([x]), torch.tensor([y]), torch.tensor([starts])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('loss_type', 'beta', 'close'), [('sigmoid', 0.1, 1e-6), ('sigmoid_norm', 5.0, 5e-6), ('ipo', 0.1, 1e-5)]
+)
+def test_ten_steps_are_those_of_trl(tmp_path, loss_type, beta, close):
+    """Ours with the pairs packed into rows, and with uneven micro-steps."""
+    pytest.importorskip('trl')
+    import transformers
+
+    torch.manual_seed(0)
+    theirs, rows = transformers.LlamaForCausalLM(transformers.LlamaConfig(**OF_TRL)).float(), rows_of_ids(40)
+    theirs.save_pretrained(tmp_path / 'model')
+    pretrained = finetune.Pretrained(str(tmp_path / 'model'))
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    model.to_empty(device='cpu')
+    finetune.load(model, pretrained)
+    first, losses = copy.deepcopy(model), []
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    loss_of = losses_of_pairs(loss_type, beta)
+    for step in range(10):
+        pairs, total = rows[4 * step : 4 * step + 4], 0.0
+        for micro_step in (pairs[:1], pairs[1:]):
+            batch = packed_row(micro_step)
+            logps, n = document_logps(model, *batch)
+            with torch.no_grad():
+                reference, _ = document_logps(first, *batch)
+            loss = loss_of(*(part[0, :-1].view(-1, 2) for part in (logps, reference, n))).sum() / len(pairs)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        losses.append(total)
+    expected = by_trl(theirs, rows, loss_type, beta, tmp_path / 'out')
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= close, (losses, expected)
+    weights = theirs.state_dict()
+    assert max((weights[name] - tensor).abs().max().item() for name, tensor in model.state_dict().items()) <= 1e-5
+    if loss_type in TRLS_LOSSES:
+        assert [losses[0], losses[-1]] == pytest.approx(TRLS_LOSSES[loss_type], abs=5e-5)

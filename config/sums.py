@@ -1,0 +1,30 @@
+# A model that can add up two numbers now and then, for dpo_sums.py to improve: 0.4M parameters, minutes on a CPU.
+#
+#   python benchmarks/make_sums.py
+#   python prepare_data.py --dataset=sums/texts.jsonl --tokenizer=bytes --name=sums --val_fraction=0.05
+#   python train_ddp.py config/sums.py
+
+out_dir = 'out/sums'
+dataset = 'sums'
+windows = 'documents'  # each sum by itself
+eval_tasks = ['sums/sums.jsonl']  # 810 sums that are in no text: how many does it get right?
+
+arch = 'qwen3'
+n_layer = 3
+n_head = 4
+n_embd = 96
+block_size = 64  # five or six sums
+batch_size = 16
+global_batch_size = 16
+
+max_iters = 1500
+learning_rate = 3e-3
+warmup_iters = 100
+weight_decay = 0.1
+dtype = 'float32'
+
+log_interval = 100
+eval_interval = 500
+eval_tasks_interval = 500
+checkpoint_interval = 500
+keep_checkpoints = 1
