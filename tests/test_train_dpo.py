@@ -216,7 +216,7 @@ REFUSED = {  # name: (script, keys, what the line says)
     'validation': ('train_ddp.py', ['--dataset=chats', '--val_dataset=pairs'], 'val_dataset=pairs holds pairs of'),
     'mixed': ('train_dpo.py', ['--dataset=pairs:0.5,chats:0.5'], 'pairs holds pairs .*cannot be mixed'),
     'too long': ('train_dpo.py', ['--block_size=30'], r'since both answers .* use --block_size=\d+ or more'),
-    'scratch': ('train_dpo.py', ['--init_from=scratch'], 'holds pairs of answers, for .* give its --init_from'),
+    'scratch': ('train_dpo.py', ['--init_from=scratch'], 'holds pairs, for .* give its --init_from'),
     'dropout': ('train_dpo.py', ['--dropout=0.1'], 'dropout=0.1: .*leave dropout out'),
     'z_loss': ('train_dpo.py', ['--z_loss=0.1'], 'z_loss=0.1: .*use --z_loss=0'),
     'offload': ('train_dpo.py', ['--cpu_offload=params'], 'cpu_offload=params with strategy=ddp, .*--strategy=fsdp'),
