@@ -1,4 +1,4 @@
-# Which of two sums is the right one? Preference optimisation of the model of sums.py, in a minute or two on a CPU.
+# Which of two sums is the right one? Preference optimisation of the model of sums.py, in half a minute on a CPU.
 #
 #   python prepare_data.py --pairs --dataset=sums/pairs.jsonl --tokenizer=bytes --name=sums_pairs --val_fraction=0.1
 #   python train_dpo.py config/dpo_sums.py
