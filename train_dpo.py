@@ -100,14 +100,14 @@ def losses_of_pairs(logps, reference, n):
     return losses - config.sft_weight * logps[:, 0] / n[:, 0] if config.sft_weight else losses
 
 
-FACTS = (
+FACTS = [
     'rewards/chosen',
     'rewards/rejected',
     'rewards/accuracies',
     'rewards/margins',
     'logps/chosen',
     'logps/rejected',
-)
+]
 
 
 def losses_of_batch(x, y, starts, reference=None):
@@ -159,10 +159,7 @@ train_batches = data.batches(
 if world_size > 1 and not is_sharded:
     order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
 while step < config.max_iters and not watch.must_stop:
-    # the learning rate of this step
-    lr = optim.learning_rate_at(
-        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
-    )
+    lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     # A window holds several pairs, or one. This factor turns the sum over this rank's pairs, of gradients that are
@@ -190,15 +187,13 @@ while step < config.max_iters and not watch.must_stop:
         step_loss += losses.detach().sum()
         step_facts.append(facts)
     step_facts = torch.cat(step_facts)  # of this rank's pairs
-    if (
-        step == 0 and digest
-    ):  # nothing has been learned yet, so nothing may be more or less likely than at the beginning
+    if step == 0 and digest:  # nothing is learned yet: each answer has to be as likely as its reference says
         watch.say(self_test(step_facts, run))
 
     watch.mark('update')
     # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, optimizer=opt)
     # Whether the step is skipped: as in train_ddp.py.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = numbers.must_skip(step + 1, step_loss, pairs, grad_norm, may_overflow)
