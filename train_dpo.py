@@ -131,7 +131,7 @@ def val_losses(_, batches, beat):
         yield torch.stack((losses.double().sum(), *facts[:, 2:4].sum(0))), losses.new_tensor(len(losses)), source
 
 
-watch = Watch(run, step, state, losses=val_losses, metrics=('accuracy', 'margin'))  # whatever only observes
+watch = Watch(run, step, state, losses=val_losses, metrics=('val_accuracy', 'val_margin'))  # whatever only observes
 watch.self_test(model, raw_model)
 
 # --- REFERENCE --------------------------------------------------------------------------------------------------------
