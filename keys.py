@@ -32,6 +32,7 @@ class Keys:
     eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
     log_interval = 10  # steps between log lines; 0 = only of the first and the last step [>= 0]
     trace_step = 0  # record it and the step before for chrome://tracing: out_dir/trace_rank0.json, ...; 0 = off [>= 0]
+    trace_memory = False  # GPU: who holds memory at trace_step, or when it runs out: out_dir/memory_rank0.pickle, ...
     checkpoint_interval = 1000  # steps between checkpoints, which a crash may cost; 0 = only after the last step [>= 0]
     keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all [>= 0]
     permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none [>= 0]
@@ -236,6 +237,7 @@ OTHER_TRAINERS = {
     'num_workers pin_memory': 'none: one background thread reads a memory map ahead and pins on CUDA',
     'deepspeed': 'train_deepspeed.py, deepspeed_config',
     'profile profile_step': 'trace_step',
+    'enable_memory_snapshot memory_snapshot': 'trace_memory',
     'report_to wandb wandb_mode tensorboard metric_logger': 'wandb_log, WANDB_MODE=offline, tensorboard_log',
     'torch_compile no_compile': 'compile=True, compile=False',
     'model model_name_or_path checkpointer': 'init_from',

@@ -2,7 +2,7 @@
 Optimizers and learning-rate schedules.
 
     optimizer = make_optimizer(model, 'adamw', learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
-    learning_rate = learning_rate_at(step, learning_rate=6e-4, lr_schedule='cosine', ...)
+    learning_rate = learning_rate_at(step, config)
 
     adamw            Adam with decoupled weight decay, PyTorch's fused kernel          2 moments
     adamw-decay      AdamW with the weight decay weight_decay / (1 + t/wd_ts)          2
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 import moments
 from keys import DANA
-from layout import WHOLE
+from layout import FP32, WHOLE
 from model import GPT, Attention, ExpertLinear
 from moments import in_parts, local
 
@@ -54,7 +54,7 @@ PIECE = 2**23  # on a GPU, for moments in fewer bits: rounding them takes some 6
 def make_optimizer(
     model, optimizer, learning_rate, beta1, beta2, weight_decay,
     kappa=0.85, delta=8.0, wd_ts=None, max_iters=None, compile=False, dtype='float32', seed=0,
-    share=WHOLE,
+    share=WHOLE, copies=None,
 ):  # fmt: skip
     """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
@@ -67,7 +67,8 @@ def make_optimizer(
     max_iters: AdEMAMix warms alpha and beta3 up over this many steps, the whole run in the paper; None = not at all.
     compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when that pays.
     dtype: of the moments between the steps, 'float32', 'bfloat16' or 'int8' (moments.py). seed: of bfloat16's rounding.
-    share: what this rank has of the model.
+    share: what this rank has of the model. copies: process group of the ranks that have the same whole parameters and
+        gradients, if there are several: they divide what is expensive and not elementwise (Muon).
 
     'sgd' is theta -= lr * (weight_decay*theta + g); the other equations stand with the updates below. Call this after
     the model is sharded, because sharding replaces the parameters. Raises ValueError for values that do not fit.
@@ -96,7 +97,7 @@ def make_optimizer(
     constants = {'lr': learning_rate, 'peak_lr': learning_rate, 'betas': (beta1, beta2), 'kappa': kappa, 'delta': delta}
     constants |= {'wd_ts': wd_ts if decaying and wd_ts else math.inf, 'warmup': max_iters or 0, 'update': optimizer}
     if optimizer == 'muon':
-        return Muon(groups, hidden, constants, compile)
+        return Muon(groups, hidden, constants, compile, copies)
     forms = moments.forms_of(model, dtype, seed, share.slices)
     return (AdamW if optimizer == 'adamw' else Elementwise)(groups, constants, compile, forms)
 
@@ -152,14 +153,14 @@ def assert_each_in_one_group(model, groups):
     assert found == trainable, f'{len(found)} parameters in groups, the model has {len(trainable)}'
 
 
-def from_config(model, config, device, share=WHOLE):
+def from_config(model, config, device, share=WHOLE, copies=None):
     """make_optimizer() with the keys of a script's config. device: where the update computes."""
     dtype = config.optimizer_dtype
     return make_optimizer(
         model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
         config.kappa, config.delta, config.wd_ts, config.max_iters,
         compile=config.compile and compiling_repays(config.max_iters, model.parameters(), device, dtype),
-        dtype=dtype, seed=config.seed, share=share,
+        dtype=dtype, seed=config.seed, share=share, copies=copies,
     )  # fmt: skip
 
 
@@ -446,6 +447,11 @@ class AdamW(Elementwise):
     def __init__(self, groups, constants, compile, forms):
         super().__init__(groups, constants, compile, forms)
         self.skips_on_device = compile or not forms  # the kernel takes a flag, GradScaler's found_inf
+        self.divisor = None  # of the gradients in the next step, from clip_grad_norm_()
+
+    def step(self, skip=False):
+        super().step(skip)
+        self.divisor = None
 
     def run(self, group, t, rows, skip):
         tensors = [list(column) for column in zip(*rows, strict=True)]  # theta, g, m, v
@@ -453,7 +459,7 @@ class AdamW(Elementwise):
         (beta1, beta2), lr, weight_decay = group['betas'], group['lr'], group['weight_decay']
         torch._fused_adamw_(
             *tensors, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=group['eps'],
-            amsgrad=False, maximize=False, found_inf=skip,
+            amsgrad=False, maximize=False, grad_scale=self.divisor, found_inf=skip,
         )  # fmt: skip
 
 
@@ -643,15 +649,18 @@ class Muon(Elementwise):
 
     The factor 0.2*sqrt(...) makes updates as large as AdamW's, so that its learning rate and weight decay carry over.
 
-    Sharded matrices are dealt out to the ranks that share them. Each matrix is gathered on one of these, orthogonalised
-    there, and scattered again, which takes two all-to-alls per step for all of them together. With copies of the shards
-    (HSDP) each copy does this for itself.
+    Newton-Schulz is most of the work of this update, so ranks deal the matrices out among themselves. Sharded ones go
+    to the ranks that share them: each matrix is gathered on one of these, orthogonalised there, and scattered again,
+    which takes two all-to-alls per step for all of them together. With copies of the shards (HSDP) each copy does this
+    for itself. Of whole matrices (DDP) each rank has the momentum already, so only the updates travel, in one
+    all-gather: see dealt_updates().
     """
 
-    def __init__(self, groups, split_rows, constants, compile):
+    def __init__(self, groups, split_rows, constants, compile, copies):
         super().__init__(groups, constants, compile)
         self.skips_on_device = False  # nothing could stop halfway what travels and is multiplied many times
         self.split_rows = split_rows
+        self.copies = copies if copies and dist.get_world_size(copies) > 1 else None
 
     def update(self, number, group, skip):
         if group['update'] != 'muon':
@@ -671,7 +680,10 @@ class Muon(Elementwise):
 
         split_rows = [self.split_rows[p] for p in parameters]
         ranks = shard_group(parameters)
-        u = sharded_muon_updates(u, parameters, split_rows, ranks) if ranks else muon_updates(u, split_rows)
+        if ranks:
+            u = sharded_muon_updates(u, parameters, split_rows, ranks)
+        else:
+            u = muon_updates(u, split_rows, self.copies)
         torch._foreach_add_(theta, theta, alpha=-group['lr'] * group['weight_decay'])
         torch._foreach_add_(theta, u, alpha=-group['lr'])
 
@@ -681,8 +693,7 @@ def sharded_muon_updates(u, parameters, split_rows, group):
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     shapes = [shapes_of_shards(*parameter.shape, ranks) for parameter in parameters]  # [matrix][rank]
     assert [tuple(x.shape) for x in u] == [x[me] for x in shapes], f'rank {me} does not hold rows as Shard(0) does'
-    owner_of = deal_out([parameter.shape for parameter in parameters], ranks)
-    owned_by = [[i for i, owner in enumerate(owner_of) if owner == rank] for rank in range(ranks)]
+    owned_by = deal_out([flops(*parameter.shape) for parameter in parameters], ranks)
     mine = owned_by[me]
 
     whole = gather_to_owners(u, owned_by, shapes, group)
@@ -726,22 +737,88 @@ def all_to_all(outgoing, shapes, group):
     return [[next(pieces).view(shape) for shape in from_rank] for from_rank in shapes]
 
 
-def muon_updates(matrices, split_rows):
+def muon_updates(matrices, split_rows, copies=None):
     """0.2*sqrt(max(rows, columns)) * orthogonalise(.) of each matrix that is fused in one of `matrices`.
 
-    Matrices of one shape go together, on a GPU up to FOREACH numbers at a time, so that 17 launches serve all of them.
-    On a CPU only small ones go together; large ones are as fast alone.
+    copies: process group of the ranks that have the same ones, and divide the work; then it is collective.
     """
-    parts = [matrix.split(rows) for matrix, rows in zip(matrices, split_rows, strict=True)]
-    by_shape = {}
-    for part in sum(parts, ()):
-        by_shape.setdefault(part.shape, []).append(part)
-    updates = {}
-    for (rows, columns), alike in by_shape.items():
-        for batch in in_parts(alike, torch.numel, FOREACH if alike[0].is_cuda else CHUNK):
-            found = orthogonalise(torch.stack(batch)).mul_(0.2 * math.sqrt(max(rows, columns)))
-            updates.update(zip(map(id, batch), found, strict=True))
-    return [torch.cat([updates[id(part)] for part in matrix_parts]) for matrix_parts in parts]
+    fused = [matrix.split(rows) for matrix, rows in zip(matrices, split_rows, strict=True)]
+    parts = sum(fused, ())
+    updates = iter(dealt_updates(parts, copies) if copies else updates_of(parts))
+    return [torch.cat([next(updates) for _ in of_matrix]) for of_matrix in fused]
+
+
+def updates_of(matrices):
+    """The updates of single matrices. Those of one shape go together, on a GPU up to FOREACH numbers at a time, so that
+    17 launches serve all of them. On a CPU only small ones go together; large ones are as fast alone."""
+    updates = [None] * len(matrices)
+    most = FOREACH if matrices and matrices[0].is_cuda else CHUNK
+    for batch in batches_of([matrix.shape for matrix in matrices], most):
+        rows, columns = matrices[batch[0]].shape
+        found = orthogonalise(torch.stack([matrices[i] for i in batch])).mul_(0.2 * math.sqrt(max(rows, columns)))
+        for i, update in zip(batch, found, strict=True):
+            updates[i] = update
+    return updates
+
+
+def dealt_updates(matrices, group):
+    """updates_of() matrices that all ranks of `group` have alike: each computes some, and all gather all of them.
+
+    If all iterations together take the time T, on n ranks they take T/n, and each rank sends (n-1)/n of the updates. A
+    matrix (rows, columns) of which the smaller side is m takes 20 m rows columns + 10 m^3 FLOPs and as an update of
+    bfloat16 2 rows columns bytes, which is 10 m to 15 m FLOPs for a byte. So wide models gain on any link, and narrow
+    ones within a node. Estimated for the 124M parameters of GPT-2 (m = 768, 85M of them in such matrices) on 8 H100:
+    1.6 TFLOP at 400 TFLOP/s are 4.1 ms, an eighth is 0.5 ms, and 170 MB at 360 GB/s another 0.4 ms.
+
+    The momenta stay on every rank. To update them takes one pass through memory, and in return memory, checkpoints and
+    what a run may go on with do not depend on the ranks. (Who wants them divided wants FSDP, zero_stage=1.)
+    What arrives is what its owner has computed, bit for bit, so ranks that were equal stay equal.
+    """
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    owned_by = deal_matrices([matrix.shape for matrix in matrices], ranks)
+    sizes = [[matrices[i].numel() for i in owned] for owned in owned_by]  # [rank][matrix of the rank]
+    length = max(map(sum, sizes))  # ranks gather rows of one length, with zeros at the end
+
+    mine = updates_of([matrices[i] for i in owned_by[me]])
+    row = torch.cat([*(update.reshape(-1) for update in mine), matrices[0].new_zeros(length - sum(sizes[me]))])
+    gathered = row.new_empty(ranks, length)
+    dist.all_gather([*gathered], row, group=group)
+
+    updates = [None] * len(matrices)
+    for owned, row, its_sizes in zip(owned_by, gathered, sizes, strict=True):
+        for i, update in zip(owned, row[: sum(its_sizes)].split(its_sizes), strict=True):
+            updates[i] = update.view(matrices[i].shape)
+    return updates
+
+
+def deal_matrices(shapes, ranks):
+    """[rank][number of a matrix], for whole matrices.
+
+    Small ones go in the batches in which one process on a CPU computes them, since there a matrix of odd size may come
+    out in other bits beside others (its place in memory decides how BLAS adds). So the ranks compute what one process
+    does. On a GPU batches are larger than these, and cuBLAS may choose another kernel for another number of matrices.
+    """
+    batches = batches_of(shapes, CHUNK)
+    owned_by = deal_out([len(batch) * flops(*shapes[batch[0]]) for batch in batches], ranks)
+    return [sorted(i for number in owned for i in batches[number]) for owned in owned_by]
+
+
+def batches_of(shapes, most):
+    """[[number of a matrix, ...], ...]: matrices of one shape, together `most` numbers or less unless it is one."""
+    alike = {}
+    for i, shape in enumerate(shapes):
+        alike.setdefault(tuple(shape), []).append(i)
+    return [batch for same in alike.values() for batch in in_parts(same, lambda i: math.prod(shapes[i]), most)]
+
+
+def sends(plan, copies):
+    """What a rank sends in dealt_updates(), as the lessons' sends(plan): rows of equal length to each other copy."""
+    if copies == 1 or plan.keys['optimizer'] != 'muon':
+        return {}
+    hidden = hidden_matrices(plan.model)
+    shapes = [(rows, parameter.shape[1]) for parameter, split_rows in hidden.items() for rows in split_rows]
+    length = max(sum(math.prod(shapes[i]) for i in owned) for owned in deal_matrices(shapes, copies))
+    return {'all-gather': (copies - 1) * (2 if plan.on_cuda else FP32) * length}
 
 
 def orthogonalise(matrices):
@@ -764,14 +841,20 @@ def shapes_of_shards(rows, columns, ranks):
     return [(max(0, min(piece, rows - rank * piece)), columns) for rank in range(ranks)]
 
 
-def deal_out(shapes, ranks):
-    """[rank of each matrix]: the most expensive go first, each to the rank with the least work so far."""
-    work, owner_of = [0] * ranks, [None] * len(shapes)
-    cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
-    for index in sorted(range(len(shapes)), key=lambda index: -cost[index]):
-        owner_of[index] = work.index(min(work))
-        work[owner_of[index]] += cost[index]
-    return owner_of
+def deal_out(costs, ranks):
+    """[rank][number of an item]: the most expensive go first, each to the rank with the least work so far."""
+    work, owned_by = [0] * ranks, [[] for _ in range(ranks)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        rank = work.index(min(work))
+        owned_by[rank].append(item)
+        work[rank] += costs[item]
+    return [sorted(owned) for owned in owned_by]
+
+
+def flops(rows, columns):
+    """Of orthogonalise(), with the smaller side m: five times X X^T, its square, and that times X."""
+    m, n = sorted((rows, columns))
+    return 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
 
 
 def shard_group(parameters):
@@ -827,8 +910,8 @@ def scaled_groups(groups, model, optimizer):
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
-def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr):
-    """Learning rate of the optimizer step that is about to run (`step` counts from 0).
+def learning_rate_at(step, config):
+    """Learning rate of the optimizer step that is about to run (`step` counts from 0). config: a script's.
 
     All schedules rise linearly to `learning_rate` over `warmup_iters` steps. From there to step `lr_decay_iters`:
         'cosine'    half a cosine down to min_lr (arXiv 1608.03983, one cycle)
@@ -838,38 +921,39 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
         'constant'  the peak, for ever
     From lr_decay_iters on all but 'constant' stay at min_lr. Raises ValueError for a schedule that is unknown.
     """
-    if lr_schedule not in SCHEDULES:
-        raise ValueError(f'lr_schedule={lr_schedule!r}: expected one of {", ".join(SCHEDULES)}')
-    if min_lr > learning_rate:
-        raise ValueError(f'min_lr={min_lr}: expected at most learning_rate={learning_rate}')
+    schedule, peak, min_lr = config.lr_schedule, config.learning_rate, config.min_lr
+    warmup, end = config.warmup_iters, config.lr_decay_iters
+    if schedule not in SCHEDULES:
+        raise ValueError(f'lr_schedule={schedule!r}: expected one of {", ".join(SCHEDULES)}')
+    if min_lr > peak:
+        raise ValueError(f'min_lr={min_lr}: expected at most learning_rate={peak}')
 
-    if step < warmup_iters:
-        if lr_schedule == 'cos_inf':
-            return learning_rate * (0.01 + 0.99 * step / warmup_iters)
-        return learning_rate * (step + 1) / (warmup_iters + 1)  # so the first step's rate is above 0
-    if lr_schedule == 'constant':
-        return learning_rate
-    if step >= lr_decay_iters:
+    if step < warmup:
+        if schedule == 'cos_inf':
+            return peak * (0.01 + 0.99 * step / warmup)
+        return peak * (step + 1) / (warmup + 1)  # so the first step's rate is above 0
+    if schedule == 'constant':
+        return peak
+    if step >= end:
         return min_lr
-    decay_start = warmup_iters
-    if lr_schedule == 'wsd':
-        decay_start = max(warmup_iters, int((1 - WSD_DECAY_FRACTION) * lr_decay_iters))
-    progress = max(0.0, (step - decay_start) / (lr_decay_iters - decay_start))  # 0 at the peak, 1 at min_lr
+    decay_start = max(warmup, int((1 - WSD_DECAY_FRACTION) * end)) if schedule == 'wsd' else warmup
+    progress = max(0.0, (step - decay_start) / (end - decay_start))  # 0 at the peak, 1 at min_lr
     line, cosine = 1 - progress, (1 + math.cos(math.pi * progress)) / 2
-    height = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[lr_schedule]
-    return min_lr + height * (learning_rate - min_lr)
+    height = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[schedule]
+    return min_lr + height * (peak - min_lr)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, *norm_groups):
+def clip_grad_norm_(parameters, max_norm, *norm_groups, optimizer=None):
     """Scale all gradients in place, so that their global L2 norm is at most max_norm. Returns the norm before that, 0-d
     on the device. Collective if the parameters are sharded, or if there are norm_groups.
 
     norm_groups: pairs (process group, copies), for ranks that hold different parameters, so that their squared norms
         add up. copies is {parameter: how many of these ranks hold it}, so that none counts several times.
+    optimizer: the one whose step comes next. On a GPU AdamW's kernel scales the gradients on its way through them.
 
     torch's own function sends each DTensor through its dispatcher, which is three times the work.
     """
@@ -886,6 +970,8 @@ def clip_grad_norm_(parameters, max_norm, *norm_groups):
         for group in groups:
             dist.all_reduce(square, group=group)
         norm = square.sqrt().float()
-    if max_norm < math.inf:
+    if max_norm < math.inf and isinstance(optimizer, AdamW) and not optimizer.forms and gradients[0].is_cuda:
+        optimizer.divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    elif max_norm < math.inf:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

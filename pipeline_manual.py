@@ -29,7 +29,7 @@ What crosses the wire?  Between two parts, for every micro-step, (batch_size, bl
                         compute_dtype: activations forward, and their gradients back. With tensor parallelism inside a
                         stage (tensor_manual.py) each rank sends its own part of the block_size. Once per step the
                         copies of a stage sum their fp32 gradients, and the first and the last stage those of a tied
-                        embedding.
+                        embedding. With Muon each copy computes some of the updates and the others receive them.
 What is kept?           What autograd needs of a micro-step, from its forward to its backward. With one chunk, stage i
                         of p keeps this for at most p - i micro-steps, however many there are, because each backward
                         runs as early as it can.
@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import optim
 from layout import FP32, counted, numbers
 from model import GPT, LLAMA_STYLE
 
@@ -268,7 +269,7 @@ def sends(plan):
     return {
         'point-to-point': messages * message_bytes(plan) + FP32 * numbers(tied),
         'all-reduce': 2 * (copies - 1) * FP32 * numbers(plan.weights.all) / copies,
-    }
+    } | optim.sends(plan, copies)
 
 
 # --- how it works with the others -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ What torch's DistributedDataParallel makes a rank of train_ddp.py hold and send.
 
 from torch import nn
 
+import optim
 from layout import FP32, numbers
 
 
@@ -45,6 +46,8 @@ def peak_of_one_rank(plan, step, gradients):
 
 
 def sends(plan):
-    """One all-reduce of all gradients in fp32, after the last micro-step: 2 (n-1)/n of them on n ranks."""
+    """One all-reduce of all gradients in fp32, after the last micro-step: 2 (n-1)/n of them on n ranks. And what Muon
+    sends."""
     ranks = plan.layout.ranks
-    return {'all-reduce': 2 * (ranks - 1) * FP32 * numbers(plan.weights.trained) / ranks}
+    all_reduce = 2 * (ranks - 1) * FP32 * numbers(plan.weights.trained) / ranks
+    return {'all-reduce': all_reduce} | optim.sends(plan, ranks)

@@ -28,7 +28,7 @@ import offload
 from dataset.windows import read_meta
 from layout import Layout, Share
 from model import GPT, ModelConfig, pointwise_cross_entropy
-from runtime import checkpoint, health
+from runtime import checkpoint, health, meter
 from runtime.fill import fill_in
 from runtime.first_weights import open_init_from
 from runtime.identity import check_resume, identity_of
@@ -66,6 +66,10 @@ class Run:
         return self.device.type == 'cuda'
 
     @property
+    def traces_memory(self):
+        return self.config.trace_memory and self.on_cuda
+
+    @property
     def shape(self):
         """What the model is: a ModelConfig, or the finetune.Pretrained of a class of transformers."""
         return self.model_config or self.pretrained
@@ -97,7 +101,11 @@ class Run:
             f'dtypes: weights float32{frozen}, compute {config.dtype}, gradient reduction float32, '
             f'optimizer state {config.optimizer_dtype}'
         )
+        if self.on_cuda and not self.shape.dropout:  # that kernel has none
+            self.notes += devices.use_flash_attention_3(self.device)
         make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
+        if self.traces_memory:
+            meter.record_allocations()
         self.found = find_checkpoint(config, self.pretrained)
         self.base = find_base(config, self.pretrained, self.found)
         self.identity = identity_of(vars(config), self.shape, self.train_data)
@@ -135,7 +143,8 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
     def advice():
         from planning import report
 
-        return report.out_of_memory_advice(vars(config), ranks or run.world_size, planned_as(strategy))
+        line = report.out_of_memory_advice(vars(config), ranks or run.world_size, planned_as(strategy))
+        return f'{line}; {meter.write_allocations(config.out_dir, run.rank)}' if run.traces_memory else line
 
     errors.report_errors(advice)
     run = Run(config, explicit, strategy, *start_process(config))

@@ -169,6 +169,12 @@ def fill_rates(run):
     filled, rule_notes = rules.fill_from_heads(vars(config), explicit)
     vars(config).update(filled)
     run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
+    if run.pretrained and 'learning_rate' not in explicit and not config.eval_only:
+        usual = '2e-4, as is usual for LoRA' if config.lora_rank else '1e-5, as is usual for all weights'
+        run.notes.append(
+            f'WARNING: learning_rate={config.learning_rate:g} is meant for training from scratch, and makes a model '
+            f'forget what it knows: try --learning_rate={usual}'
+        )
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10
@@ -185,6 +191,8 @@ def cautions(keys, n_windows):
     lines = []
     if trace_step > max_iters:
         lines.append(f'WARNING: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
+    if keys['trace_memory'] and not keys['device'].startswith('cuda'):
+        lines.append(f'WARNING: trace_memory=True with device={keys["device"]}: only CUDA records who holds memory')
     if keys['warmup_iters'] >= max_iters:
         warmup_in_words = f'warmup_iters={keys["warmup_iters"]} of max_iters={max_iters} steps'
         lines.append(f'WARNING: {warmup_in_words}: the learning rate never reaches its peak')

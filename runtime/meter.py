@@ -24,6 +24,7 @@ from system.devices import PEAK_FLOPS
 # Profiling may take this share of the training time. It is promised to cost at most 1%; the other half is left for
 # costs that are not counted, such as ranks that wait for one which is still reading its profile.
 PROFILING_SHARE = 0.005
+ALLOCATIONS = 100_000  # a step of 12 blocks makes a few thousand; the file takes some kB for each
 STEPS_BEFORE_PROFILING = 5  # compilation, first allocations, DDP's new buckets after its first step
 
 
@@ -61,6 +62,7 @@ class Meter:
     trace_step: a trace of this step, counted from here, is written on every rank as out_dir/trace_rank0.json and so on,
         for chrome://tracing or ui.perfetto.dev. Below 1: no step is traced. The step before it is in the trace as well:
         profiling begins with an empty queue, so a GPU waits for the host in the first step, as it does in no other.
+    trace_memory: write_allocations() after that step.
 
     The clock runs from begin_step() to end_step(), so evaluations and checkpoints between two steps do not count.
     From time to time a step is profiled (see communication_milliseconds()). Because this makes it slower, it is left
@@ -69,10 +71,11 @@ class Meter:
     """
 
     def __init__(
-        self, device, world_size, tokens_per_step, flops_per_token, group=None, beat=None, trace_step=0, out_dir='.'
-    ):
+        self, device, world_size, tokens_per_step, flops_per_token, group=None, beat=None, trace_step=0, out_dir='.',
+        trace_memory=False,
+    ):  # fmt: skip
         self._beat = beat or (lambda phase: None)
-        self._trace_step, self._out_dir = trace_step, out_dir
+        self._trace_step, self._out_dir, self._trace_memory = trace_step, out_dir, trace_memory
         self.training_seconds = 0.0  # sum of all steps
         self.seconds = Counter()  # of each phase
         self.profiling_seconds = 0.0  # what profiling added to them
@@ -268,6 +271,8 @@ class Meter:
         self.profiling_seconds += time.perf_counter() - start
         if self._steps == self._trace_step:
             self._profiler.export_chrome_trace(os.path.join(self._out_dir, f'trace_rank{dist.get_rank()}.json'))
+            if self._trace_memory:
+                write_allocations(self._out_dir, dist.get_rank())
         self._profiler, self._profile_next = None, False
 
 
@@ -388,6 +393,25 @@ def memory_gb(device):
     except OSError:
         del memory['mem/peak_gb']  # no permission to reset it, so it would be the peak since the process began
     return memory
+
+
+def record_allocations():
+    """Have the GPU's allocator note from here on which lines of Python ask for memory, for the newest ALLOCATIONS and
+    for all that is held. It takes 2 us for each (PyTorch's figure)."""
+    torch.cuda.memory._record_memory_history(stacks='python', max_entries=ALLOCATIONS)
+
+
+def write_allocations(out_dir, rank):
+    """Write what record_allocations() has noted. Returns what to do with the file, or why there is none."""
+    path = os.path.join(out_dir, f'memory_rank{rank}.pickle')
+    try:
+        torch.cuda.memory._dump_snapshot(path)
+    except OSError as error:
+        return f'who held memory could not be written to {path}: {error.strerror}'
+    return (
+        f'for who held memory: python -m torch.cuda._memory_viz trace_plot {path} -o memory.html, or drop the file on '
+        'pytorch.org/memory_viz'
+    )
 
 
 def held_gb(tensors):

@@ -131,6 +131,7 @@ class Watch:
         self.meter = Meter(
             run.device, run.world_size, tokens_per_step or run.tokens_per_step, run.flops_per_token, group=group,
             beat=self.watchdog.at, trace_step=config.trace_step - self.first_step, out_dir=config.out_dir,
+            trace_memory=run.traces_memory,
         )  # fmt: skip
         self.numbers = health.Numbers(
             config.max_bad_steps, config.loss_spike_guard, say, self.saver.last_good,

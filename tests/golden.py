@@ -64,7 +64,11 @@ COMMANDS = {  # name: (ranks, script, keys); a key that is given twice counts as
     ),
     'pipeline': (2, 'train_pipeline.py', ['--pipeline_chunks=2', *LLAMA, '--tie_embeddings', BF16]),
     'pipeline, tensor': (4, 'train_pipeline.py', ['--pipeline_stages=2', '--tensor_parallel=2', *LLAMA]),
-    'pipeline, ddp': (4, 'train_pipeline.py', ['--pipeline_stages=2', '--n_layer=4', '--dropout=0.1']),
+    'pipeline, ddp, muon': (
+        4,
+        'train_pipeline.py',
+        ['--pipeline_stages=2', '--n_layer=4', '--dropout=0.1', '--optimizer=muon'],
+    ),
     'diloco, int4': (
         2,
         'train_diloco.py',

@@ -1,9 +1,11 @@
 """optim.py: which weights decay; every optimizer beside its equation, plain, sharded, resumed; values of schedules."""
 
+import contextlib
 import math
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from equations import HIDDEN, KEYS, RATES, STEPS, piece, reference
 from launch import run_function
+from on_cuda import on_cuda
 from precision import apart, error
 from short import slow_but
 from streams import load
@@ -21,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import optim
 from model import ARCHITECTURES, GPT, Attention, ModelConfig
@@ -320,6 +324,28 @@ def test_muon_on_a_gpu_is_as_many_launches_for_many_matrices_of_a_shape_as_for_f
     assert counts[16] - counts[4] == 16 - 4 and counts[4] <= 30
 
 
+@pytest.mark.parametrize('max_norm', [0.5, 1e6])
+def test_on_a_gpu_adamw_clips_gradients_on_its_way_through_them(max_norm):
+    """As a CPU does it before, but for rounding. A step without clipping follows, which forgets the one before."""
+    layers = [nn.Linear(40, 30), nn.Linear(40, 30)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [optim.make_optimizer(layer, 'adamw', 1e-2, 0.9, 0.95, 0.1) for layer in layers]
+    for clip in (max_norm, math.inf):
+        start = [10 * torch.randn(parameter.shape) for parameter in layers[0].parameters()]
+        norms = []
+        for layer, optimizer, context in zip(layers, optimizers, (contextlib.nullcontext(), on_cuda()), strict=True):
+            for parameter, gradient in zip(layer.parameters(), start, strict=True):
+                parameter.grad = gradient.clone()
+            with context:
+                norms.append(optim.clip_grad_norm_(layer.parameters(), clip, optimizer=optimizer))
+                if optimizer is optimizers[1]:
+                    assert torch.equal(layer.weight.grad, start[0]), 'they were scaled before'
+                optimizer.step()
+        assert torch.equal(*norms)
+        for ours, other in zip(*(layer.parameters() for layer in layers), strict=True):
+            assert error(other.grad, ours.grad) <= apart() and error(other, ours) <= apart()
+
+
 def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
     """The condition that asks for a GPU is made true here, so the numbers are those of a CPU in bfloat16."""
     on_gpu = load('optim.py', ('if u[0].is_cuda:', 'if True:'))
@@ -450,12 +476,12 @@ def test_orthogonalised_matrices_have_singular_values_near_1_together_as_alone(s
 
 def test_matrices_are_dealt_out_evenly():
     shapes = [(1536, 512), (512, 512), (2048, 512), (512, 2048)] * 6
-    cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
-    owners = optim.deal_out(shapes, 4)
-    work = [sum(c for c, owner in zip(cost, owners, strict=True) if owner == rank) for rank in range(4)]
-    assert max(work) < 1.2 * sum(cost) / 4
+    costs = [optim.flops(*shape) for shape in shapes]
+    owned_by = optim.deal_matrices(shapes, 4)
+    assert sorted(sum(owned_by, [])) == list(range(len(shapes)))
+    assert max(sum(costs[i] for i in owned) for owned in owned_by) < 1.05 * sum(costs) / 4
     # The large one comes first. If it came last, it would go to a rank that has a small one already.
-    assert optim.deal_out([(8, 8), (8, 8), (16, 8)], 2) == [1, 1, 0]
+    assert optim.deal_out([1, 1, 2], 2) == [[2], [0, 1]]
 
 
 def test_a_parameter_that_had_no_gradient_starts_at_step_1():
@@ -492,7 +518,8 @@ def optimizers_on_ranks(folder, names, layouts):
     for layout in layouts:
         mesh = meshes[layout]()
         for name in names:
-            model, optimizer = build(name, start, mesh)
+            keys = {'copies': dist.group.WORLD} if layout == 'plain' else {}  # as train_ddp.py
+            model, optimizer = build(name, start, mesh, **keys)
             take_steps(model, optimizer, gradients, range(STEPS // 2), mesh)
             out_dir = f'{folder}/{name}_{layout}'
             checkpoint.prepare(out_dir)
@@ -502,7 +529,8 @@ def optimizers_on_ranks(folder, names, layouts):
             with CommDebugMode() as communication:
                 take_steps(model, optimizer, gradients, [STEPS - 1], mesh)
 
-            resumed, its_optimizer = build(name, {key: torch.zeros_like(value) for key, value in start.items()}, mesh)
+            zeros = {key: torch.zeros_like(value) for key, value in start.items()}
+            resumed, its_optimizer = build(name, zeros, mesh, **keys)
             state = checkpoint.load(f'{out_dir}/checkpoints/step_{STEPS // 2:08d}', resumed, its_optimizer)
             take_steps(resumed, its_optimizer, gradients, range(state['step'], STEPS), mesh)
             saved = [checkpoint.tensors_to_save(model, optimizer), checkpoint.tensors_to_save(resumed, its_optimizer)]
@@ -570,10 +598,50 @@ def test_shards_follow_the_equation_and_resume_bit_for_bit(world_size, name, lay
         assert found['resumed equals']
 
 
-@pytest.mark.parametrize('world_size, name, layout', slow_but([2], [run for run in RUNS if run[2] != 'plain']))
-def test_elementwise_optimizers_do_not_communicate_and_muon_does_in_two_all_to_alls(world_size, name, layout, ranks):
-    found = found_by(ranks, world_size, name, layout)
-    assert all(rank['collectives in a step'] == (2 if name == 'muon' else 0) for rank in found)
+@pytest.mark.parametrize('world_size, name, layout', slow_but([2], RUNS))
+def test_elementwise_optimizers_do_not_communicate_and_muon_does_in_one_or_two(world_size, name, layout, ranks):
+    found, of_muon = found_by(ranks, world_size, name, layout), 1 if layout == 'plain' else 2
+    assert all(rank['collectives in a step'] == (of_muon if name == 'muon' else 0) for rank in found)
+
+
+def muon_dealt_out():
+    """On one rank, beside the same by this rank alone: (whether all bits are equal, [(FLOPs, alone)] of updates)."""
+    start, gradients = values()
+    bad = {key: torch.full_like(g, math.nan) for key, g in gradients.items()}
+    (model, optimizer), alone = build('muon', start, copies=dist.group.WORLD), build('muon', start)
+    for step in range(5):
+        take_steps(model, optimizer, bad, [step], skip=True)
+        take_steps(model, optimizer, gradients, [step])
+        take_steps(*alone, gradients, [step])
+    saved, expected = (checkpoint.tensors_to_save(*both) for both in ((model, optimizer), alone))
+    are_equal = [saved.keys() == expected.keys(), *(torch.equal(saved[key], expected[key]) for key in saved)]
+
+    # Of odd sizes, since matrices of these come out in other bits beside others. With small batches there are more
+    # batches than ranks, otherwise there are three.
+    shapes, counts = [(17, 5)] * 3 + [(14, 19)] * 5 + [(8, 8)], []
+    matrices, split_rows = [torch.randn(shape) for shape in shapes], [[7, 7] if n == 14 else [n] for n, _ in shapes]
+    for matrix in matrices:
+        dist.broadcast(matrix, 0)
+    for chunk in (optim.CHUNK, 300):
+        with mock.patch.object(optim, 'CHUNK', chunk):
+            with FlopCounterMode(display=False) as by_one:
+                expected = optim.muon_updates(matrices, split_rows)
+            with FlopCounterMode(display=False) as dealt:
+                found = optim.muon_updates(matrices, split_rows, dist.group.WORLD)
+        are_equal += map(torch.equal, found, expected)
+        counts.append((dealt.get_total_flops(), by_one.get_total_flops()))
+    return all(are_equal), counts
+
+
+@pytest.mark.parametrize('world_size', slow_but([4], [1, 2, 3, 4]))
+def test_ranks_with_the_same_gradients_deal_muon_out_and_compute_what_one_process_does(world_size):
+    found = run_function(world_size, muon_dealt_out)
+    assert all(are_equal for are_equal, _ in found)
+    of_one = 3 * optim.flops(17, 5) + 10 * optim.flops(7, 19) + optim.flops(8, 8)
+    for number, largest in enumerate((10 * optim.flops(7, 19), 2 * optim.flops(7, 19))):  # the most expensive batch
+        counts = [rank[1][number] for rank in found]
+        assert {alone for _, alone in counts} == {of_one} and sum(mine for mine, _ in counts) == of_one
+        assert max(mine for mine, _ in counts) <= of_one / world_size + largest
 
 
 def test_sharded_training_equals_plain_training(ranks):
@@ -594,9 +662,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
+def rate_at(step, **changed):
+    return learning_rate_at(step, SimpleNamespace(**SCHEDULE | changed))
+
+
 @pytest.mark.parametrize('lr_schedule', SCHEDULES)
 def test_schedules_rise_to_the_peak_and_end_at_min_lr(lr_schedule):
-    rates = [learning_rate_at(step, **SCHEDULE | {'lr_schedule': lr_schedule}) for step in range(150)]
+    rates = [rate_at(step, lr_schedule=lr_schedule) for step in range(150)]
     assert rates[:11] == sorted(rates[:11]) and rates[0] > 0
     assert rates[10] == max(rates) == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -619,16 +691,16 @@ def test_schedules_rise_to_the_peak_and_end_at_min_lr(lr_schedule):
     ],
 )
 def test_schedule_values(lr_schedule, step, expected):
-    assert learning_rate_at(step, **SCHEDULE | {'lr_schedule': lr_schedule}) == pytest.approx(expected)
+    assert rate_at(step, lr_schedule=lr_schedule) == pytest.approx(expected)
 
 
 def test_wsd_with_a_warm_up_into_its_last_fifth_decays_from_the_peak():
-    long = SCHEDULE | {'lr_schedule': 'wsd', 'warmup_iters': 100}
-    assert [learning_rate_at(step, **long) for step in (100, 105, 109)] == pytest.approx([1.0, 0.55, 0.19])
+    rates = [rate_at(step, lr_schedule='wsd', warmup_iters=100) for step in (100, 105, 109)]
+    assert rates == pytest.approx([1.0, 0.55, 0.19])
 
 
 def test_a_run_shorter_than_its_warm_up_just_warms_up():
-    rates = [learning_rate_at(step, **SCHEDULE | {'lr_decay_iters': 4}) for step in range(12)]
+    rates = [rate_at(step, lr_decay_iters=4) for step in range(12)]
     assert rates[:10] == sorted(rates[:10]) and rates[11] == 0.1
 
 
@@ -638,8 +710,8 @@ def test_a_run_shorter_than_its_warm_up_just_warms_up():
 @pytest.mark.parametrize('lr_schedule', SCHEDULES)
 def test_no_schedule_divides_by_zero(lr_schedule):
     for warmup_iters, lr_decay_iters in ((0, 0), (0, 1), (1, 1)):
-        knobs = SCHEDULE | dict(lr_schedule=lr_schedule, warmup_iters=warmup_iters, lr_decay_iters=lr_decay_iters)
-        assert all(0 < learning_rate_at(step, **knobs) <= 1 for step in range(3))
+        keys = dict(lr_schedule=lr_schedule, warmup_iters=warmup_iters, lr_decay_iters=lr_decay_iters)
+        assert all(0 < rate_at(step, **keys) <= 1 for step in range(3))
 
 
 @pytest.mark.parametrize(
@@ -658,4 +730,4 @@ def test_optimizer_values_that_do_not_fit_get_one_line(changed):
 @pytest.mark.parametrize('changed', [{'lr_schedule': 'cos'}, {'min_lr': 2.0}])
 def test_schedule_values_that_do_not_fit_get_one_line(changed):
     with pytest.raises(ValueError, match=rf'^{next(iter(changed))}=.*expected .*$'):
-        learning_rate_at(0, **SCHEDULE | changed)
+        rate_at(0, **changed)

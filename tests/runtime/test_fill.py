@@ -19,7 +19,7 @@ def test_the_batch_line_multiplies_out():
 
 def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
-    config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0}
+    config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0, 'trace_memory': False, 'device': 'cpu'}
     config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
     assert fill.cautions(config, n_windows=1000) == []
     with pytest.raises(ValueError, match='eval_iters=0 with eval_only=True: .*1'):
@@ -27,6 +27,9 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     assert fill.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
     (line,) = fill.cautions({**config, 'trace_step': 1001}, n_windows=1000)
     assert re.search('trace_step=1001 .*max_iters=1000 ', line)
+    (line,) = fill.cautions({**config, 'trace_memory': True}, n_windows=1000)
+    assert re.search('trace_memory=True with device=cpu: only CUDA', line)
+    assert fill.cautions({**config, 'trace_memory': True, 'device': 'cuda:1'}, n_windows=1000) == []
     (line,) = fill.cautions({**config, 'lr_decay_iters': 600}, n_windows=1000)
     assert re.search('min_lr=0 .*lr_decay_iters=600 .*max_iters=1000', line)
     for changes in ({'min_lr': None}, {'lr_schedule': 'constant'}, {'lr_decay_iters': 1000}):
@@ -34,7 +37,8 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     assert fill.cautions({**config, 'warmup_iters': 999}, n_windows=1000) == []
     (line,) = fill.cautions({**config, 'warmup_iters': 1000}, n_windows=1000)
     assert re.search('warmup_iters=1000 .*max_iters=1000 ', line)
-    assert learning_rate_at(999, 1.0, 'cosine', 1000, 1000, 0.0) < 1.0  # nor does it
+    run = {**config, 'warmup_iters': 1000, 'lr_schedule': 'cosine', 'learning_rate': 1.0}
+    assert learning_rate_at(999, SimpleNamespace(**run)) < 1.0  # nor does it
 
 
 def test_epochs_are_rounded_up_to_whole_steps():
