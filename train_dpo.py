@@ -71,7 +71,10 @@ if world_size > 1 and not is_sharded:
     model.broadcast_buffers = False  # as in train_ddp.py
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
+if is_sharded:
+    opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
+else:
+    opt = optim.from_config(raw_model, config, device, copies=dist.group.WORLD)  # all ranks have the same gradients
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
@@ -82,9 +85,9 @@ def losses_of_pairs(logps, reference, n):
     The loss of each pair, (P). In column 0 of logps, reference and n, (P, 2), is the chosen answer, in column 1 the
     rejected one: its log-probability now and under the first weights, summed over its tokens, and how many these are.
 
-    How much more likely an answer has become, logps - reference, is what DPO takes for its reward (divided by beta).
-    All losses push the chosen answer's above the rejected one's; they differ in whether they count it per answer or per
-    token, and in what they compare: simpo has no reference, ipo a distance that is enough.
+    How much more likely an answer has become, logps - reference, is what DPO takes for its reward, times beta. All
+    losses push the chosen answer's above the rejected one's. They differ in whether they count it per answer or per
+    token, and in what they compare: simpo has no reference, and for ipo a certain distance is enough.
     """
     reward = logps if config.loss_type == 'simpo' else logps - reference
     if config.loss_type != 'sigmoid':
@@ -159,10 +162,7 @@ train_batches = data.batches(
 if world_size > 1 and not is_sharded:
     order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
 while step < config.max_iters and not watch.must_stop:
-    # the learning rate of this step
-    lr = optim.learning_rate_at(
-        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
-    )
+    lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     # A window holds several pairs, or one. This factor turns the sum over this rank's pairs, of gradients that are
@@ -198,7 +198,7 @@ while step < config.max_iters and not watch.must_stop:
     watch.mark('update')
     # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, optimizer=opt)
     # Whether the step is skipped: as in train_ddp.py.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = numbers.must_skip(step + 1, step_loss, pairs, grad_norm, may_overflow)
