@@ -160,7 +160,7 @@ class Mixture:
         means = [[total / number for total in totals] for *totals, number in sums]
         losses = [of_source[0] for of_source in means]
         loss, *others = (sum(map(operator.mul, weights, column)) for column in zip(*means, strict=True))
-        row = {'val_loss': loss} | {f'val_{name}': value for name, value in zip(metrics, others, strict=True)}
+        row = {'val_loss': loss, **dict(zip(metrics, others, strict=True))}
         if not self.is_pairs:  # whose loss is not that of a token
             row['val_ppl'] = math.exp(min(loss, 700))
         bytes_per_token = [

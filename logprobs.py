@@ -30,7 +30,8 @@ def token_logps(model, x, y, starts, temperature=1.0):
     def then(hidden, logits_of):
         vocab_size = logits_of(hidden[:0]).shape[-1]
         rows, targets = hidden[y >= 0], y[y >= 0]
-        most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * vocab_size))
+        # A quarter of the usual chunk: in backward there are also its softmax and its gradient, all in fp32.
+        most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (16 * vocab_size))
         chunks = zip(rows.split(most), targets.split(most), strict=True)
         options = {'use_reentrant': False, 'preserve_rng_state': False}
         return torch.cat([checkpoint(of_chunk, *chunk, logits_of, **options) for chunk in chunks])

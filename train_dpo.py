@@ -71,7 +71,10 @@ if world_size > 1 and not is_sharded:
     model.broadcast_buffers = False  # as in train_ddp.py
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
+if is_sharded:
+    opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
+else:
+    opt = optim.from_config(raw_model, config, device, copies=dist.group.WORLD)  # all ranks have the same gradients
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
@@ -82,9 +85,9 @@ def losses_of_pairs(logps, reference, n):
     The loss of each pair, (P). In column 0 of logps, reference and n, (P, 2), is the chosen answer, in column 1 the
     rejected one: its log-probability now and under the first weights, summed over its tokens, and how many these are.
 
-    How much more likely an answer has become, logps - reference, is what DPO takes for its reward (divided by beta).
-    All losses push the chosen answer's above the rejected one's; they differ in whether they count it per answer or per
-    token, and in what they compare: simpo has no reference, ipo a distance that is enough.
+    How much more likely an answer has become, logps - reference, is what DPO takes for its reward, times beta. All
+    losses push the chosen answer's above the rejected one's. They differ in whether they count it per answer or per
+    token, and in what they compare: simpo has no reference, and for ipo a certain distance is enough.
     """
     reward = logps if config.loss_type == 'simpo' else logps - reference
     if config.loss_type != 'sigmoid':
@@ -131,7 +134,7 @@ def val_losses(_, batches, beat):
         yield torch.stack((losses.double().sum(), *facts[:, 2:4].sum(0))), losses.new_tensor(len(losses)), source
 
 
-watch = Watch(run, step, state, losses=val_losses, metrics=('accuracy', 'margin'))  # whatever only observes
+watch = Watch(run, step, state, losses=val_losses, metrics=('val_accuracy', 'val_margin'))  # whatever only observes
 watch.self_test(model, raw_model)
 
 # --- REFERENCE --------------------------------------------------------------------------------------------------------

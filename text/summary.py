@@ -87,7 +87,7 @@ def print_summary(meta, folder, config):
         if positions < 4096:  # the recipes' block_size is 2048 or 4096
             block_sizes.append(min(positions, 2048))
     block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
-    model = config.tokenizer if is_of_a_model else 'OUT_DIR'  # of pairs for a run of this project
+    model = config.tokenizer if is_of_a_model or not meta.get('pairs') else 'OUT_DIR'  # of the run that learns
     keys = f'{f" --init_from={model}" if recipe else ""} --dataset={config.name}{place}{block_size}'
     print(f'{folder}\nnext: {command}{keys}')
     if recipe:
