@@ -38,8 +38,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 LLAMA_STYLE = ('llama', 'qwen3')  # RMSNorm and SwiGLU
 
-# A chunk of the loss has at most this many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens make a fast matmul.
-LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
+# A chunk of the loss has at most this many bytes of fp32 logits. On a GPU 2**31 / (4 * 50304) = 10672 tokens, as each
+# chunk reads and writes the whole gradient of the head.
+LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**31}
 
 # A parameter counts for the first of these parts that has a word which its name contains, here or in transformers.
 PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
@@ -225,8 +226,32 @@ def check_windows(pattern, size, block_size):
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
+class LinearOfMaster(torch.autograd.Function):
+    """F.linear() in half precision for a weight in fp32, whose gradient leaves its matmul in fp32. Autograd's own is
+    rounded to the dtype of x, and cast back in one more pass. Only for GPUs, see add_product()."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        weight = weight.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)  # (N, out)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            gradient @ weight if needs_x else None,
+            add_product(None, rows.T, x.flatten(0, -2)) if needs_weight else None,
+            rows.sum(0, dtype=torch.float32) if needs_bias else None,
+        )
+
+
 def linear(x, weight, bias=None):
     """F.linear in the dtype of x."""
+    if x.device.type in ('cuda', 'meta') and x.dtype != weight.dtype == torch.float32:
+        return LinearOfMaster.apply(x, weight, bias)
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -286,11 +311,18 @@ class RotaryEmbedding:
                 self.cos_sin *= 0.1 * math.log(self.yarn[0]) + 1
 
     def rotate(self, x, cos_sin):
-        """x: queries or keys (B, heads, T, D); cos_sin: rows of the table for T positions; returns the shape of x."""
-        cos, sin = cos_sin.unbind()  # (T, D/2) each, or (B, 1, T, D/2)
-        a, b = x.float().unflatten(-1, self.pairs).unbind(self.pair_dim)  # (B, heads, T, D/2) each
-        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), self.pair_dim).flatten(-2)
-        return rotated.to(x.dtype)
+        """x: queries or keys (B, T, heads, D). cos_sin: rows of the table for T positions, (2, T, 1, D/2), or those of
+        each row of x, (2, B, T, 1, D/2). Returns the shape of x.
+
+        On a GPU tokens lie before heads in memory, too: attention's result then lies as the next layer wants it, and is
+        not copied. A CPU attends faster with heads before tokens.
+        """
+        if x.is_cpu:
+            x, cos_sin = x.transpose(1, 2), cos_sin.transpose(-3, -2)
+        cos, sin = cos_sin.unbind()
+        a, b = x.float().unflatten(-1, self.pairs).unbind(self.pair_dim)  # (B, T, heads, D/2) each
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), self.pair_dim).flatten(-2).to(x.dtype)
+        return rotated.transpose(1, 2) if x.is_cpu else rotated
 
 
 def yarn_frequencies(period, theta, factor, before):
@@ -327,7 +359,7 @@ def llama3_frequencies(frequency, factor, low, high, before):
 # `attention` says where each token stands in its document, and computes attention within documents. It has
 #
 #     positions                           int64 (B, T), or (1, T) if they are the same in all rows
-#     cos_sin                             (2, B, 1, T, D/2), the rotation of each token; GPT.forward() fills it in
+#     cos_sin                             (2, B, T, 1, D/2), the rotation of each token; GPT.forward() fills it in
 #     attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
 #                                         token sees itself and the window - 1 tokens before it (MaskedAttention
 #                                         takes no scale)
@@ -468,11 +500,11 @@ class Attention(nn.Module):
             q, gate = q.unflatten(2, (self.n_head, 2)).unbind(3)  # (B, T, H, D) each
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if self.rotary is not None:
             first = 0 if cache is None else cache.length
-            cos_sin = attention.cos_sin if attention else self.rotary.cos_sin[:, first : first + x.shape[1]]
+            cos_sin = attention.cos_sin if attention else self.rotary.cos_sin[:, first : first + x.shape[1], None]
             q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if cache is not None:
             is_masked = attention is not None or cache.length == 0 or x.shape[1] == 1  # none sees a later one
             assert is_masked, f'{x.shape[1]} tokens after {cache.length}: expected 1, or a mask'
@@ -813,8 +845,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if needs_hidden:
                 torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
             if needs_weight:
-                product = grad_logits.T @ hidden[chunk]  # (V, C), in compute_dtype; the sum over chunks is fp32
-                grad_weight = product.float() if grad_weight is None else grad_weight.add_(product)
+                grad_weight = add_product(grad_weight, grad_logits.T, hidden[chunk])
+            del logits, grad_logits  # so that the next chunk gets their memory
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(ce_sum)
         return loss_sum, ce_sum
@@ -824,6 +856,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # In place, as the second is as large as the head. (Another backward would raise, since it finds them changed.)
         gradients = [None if saved is None else saved.mul_(grad_loss_sum) for saved in ctx.saved_tensors]
         return *gradients, None, None, None, None, None
+
+
+def add_product(total, a, b):
+    """total + a @ b for matrices of one dtype; in place, where the total is fp32. It is None at first."""
+    if a.device.type in ('cuda', 'meta') and a.dtype != torch.float32:
+        # Tensor cores add up in fp32 anyway, so they can add to the total as well, and nothing is rounded on the way.
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    product = a @ b
+    return product.float() if total is None else total.add_(product)
 
 
 def tokens_per_chunk(tokens, most):
@@ -874,14 +917,17 @@ def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None, 
 
 
 def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None):
-    """cross_entropy() in a form of which torch.compile makes one kernel: without a scatter, and with nothing in place.
+    """cross_entropy() in a form of which torch.compile makes one kernel: without a scatter, and with nothing in place
+    but the gradient at the end, which takes the room of the logits.
 
-    Compiled, it moves 6 bytes per bf16 logit (8 with a separate pass for the largest of each row) instead of 38.
+    Compiled for a GPU, it moves 6 bytes per bf16 logit instead of 38: it reads each row twice and writes it once.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)  # (V)
     capped = softcapped(logits.float(), cap)  # (n, V); it stays in registers
     logits32 = torch.where(columns < vocab_size, capped, -math.inf)
-    lse = torch.logsumexp(logits32, -1)  # (n)
+    # In this form Inductor finds the largest of a row and the sum in one pass. torch.logsumexp() would take two.
+    largest = logits32.amax(-1, keepdim=True)  # (n, 1)
+    lse = (largest + (logits32 - largest).exp().sum(-1, keepdim=True).log())[:, 0]  # (n)
     valid = (targets >= 0).float()  # (n)
     ce = lse - softcapped(logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float(), cap)
     ce_sum = (ce * valid).sum()
@@ -892,7 +938,7 @@ def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, 
     gradient = softmax * (valid * (1 + 2 * z_loss * lse))[:, None] - (columns == targets[:, None]).float()
     if cap:
         gradient = gradient * (1 - (capped / cap) ** 2)
-    return loss_sum, ce_sum, gradient.to(logits.dtype)
+    return loss_sum, ce_sum, logits.copy_(gradient)
 
 
 class Head(Linear):
@@ -1003,7 +1049,7 @@ class GPT(nn.Module):
             positions = attention.positions
             if self.config.window_size and isinstance(attention, MaskedAttention):
                 attention = attention.with_window(self.config.window_size)
-            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+            attention = replace(attention, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, :, None])
         return positions, attention
 
     def embedded(self, x, positions):

@@ -2,7 +2,7 @@
 Optimizers and learning-rate schedules.
 
     optimizer = make_optimizer(model, 'adamw', learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
-    learning_rate = learning_rate_at(step, learning_rate=6e-4, lr_schedule='cosine', ...)
+    learning_rate = learning_rate_at(step, config)
 
     adamw            Adam with decoupled weight decay, PyTorch's fused kernel          2 moments
     adamw-decay      AdamW with the weight decay weight_decay / (1 + t/wd_ts)          2
@@ -447,6 +447,11 @@ class AdamW(Elementwise):
     def __init__(self, groups, constants, compile, forms):
         super().__init__(groups, constants, compile, forms)
         self.skips_on_device = compile or not forms  # the kernel takes a flag, GradScaler's found_inf
+        self.divisor = None  # of the gradients in the next step, from clip_grad_norm_()
+
+    def step(self, skip=False):
+        super().step(skip)
+        self.divisor = None
 
     def run(self, group, t, rows, skip):
         tensors = [list(column) for column in zip(*rows, strict=True)]  # theta, g, m, v
@@ -454,7 +459,7 @@ class AdamW(Elementwise):
         (beta1, beta2), lr, weight_decay = group['betas'], group['lr'], group['weight_decay']
         torch._fused_adamw_(
             *tensors, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=group['eps'],
-            amsgrad=False, maximize=False, found_inf=skip,
+            amsgrad=False, maximize=False, grad_scale=self.divisor, found_inf=skip,
         )  # fmt: skip
 
 
@@ -905,8 +910,8 @@ def scaled_groups(groups, model, optimizer):
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
-def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr):
-    """Learning rate of the optimizer step that is about to run (`step` counts from 0).
+def learning_rate_at(step, config):
+    """Learning rate of the optimizer step that is about to run (`step` counts from 0). config: a script's.
 
     All schedules rise linearly to `learning_rate` over `warmup_iters` steps. From there to step `lr_decay_iters`:
         'cosine'    half a cosine down to min_lr (arXiv 1608.03983, one cycle)
@@ -916,38 +921,39 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
         'constant'  the peak, for ever
     From lr_decay_iters on all but 'constant' stay at min_lr. Raises ValueError for a schedule that is unknown.
     """
-    if lr_schedule not in SCHEDULES:
-        raise ValueError(f'lr_schedule={lr_schedule!r}: expected one of {", ".join(SCHEDULES)}')
-    if min_lr > learning_rate:
-        raise ValueError(f'min_lr={min_lr}: expected at most learning_rate={learning_rate}')
+    schedule, peak, min_lr = config.lr_schedule, config.learning_rate, config.min_lr
+    warmup, end = config.warmup_iters, config.lr_decay_iters
+    if schedule not in SCHEDULES:
+        raise ValueError(f'lr_schedule={schedule!r}: expected one of {", ".join(SCHEDULES)}')
+    if min_lr > peak:
+        raise ValueError(f'min_lr={min_lr}: expected at most learning_rate={peak}')
 
-    if step < warmup_iters:
-        if lr_schedule == 'cos_inf':
-            return learning_rate * (0.01 + 0.99 * step / warmup_iters)
-        return learning_rate * (step + 1) / (warmup_iters + 1)  # so the first step's rate is above 0
-    if lr_schedule == 'constant':
-        return learning_rate
-    if step >= lr_decay_iters:
+    if step < warmup:
+        if schedule == 'cos_inf':
+            return peak * (0.01 + 0.99 * step / warmup)
+        return peak * (step + 1) / (warmup + 1)  # so the first step's rate is above 0
+    if schedule == 'constant':
+        return peak
+    if step >= end:
         return min_lr
-    decay_start = warmup_iters
-    if lr_schedule == 'wsd':
-        decay_start = max(warmup_iters, int((1 - WSD_DECAY_FRACTION) * lr_decay_iters))
-    progress = max(0.0, (step - decay_start) / (lr_decay_iters - decay_start))  # 0 at the peak, 1 at min_lr
+    decay_start = max(warmup, int((1 - WSD_DECAY_FRACTION) * end)) if schedule == 'wsd' else warmup
+    progress = max(0.0, (step - decay_start) / (end - decay_start))  # 0 at the peak, 1 at min_lr
     line, cosine = 1 - progress, (1 + math.cos(math.pi * progress)) / 2
-    height = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[lr_schedule]
-    return min_lr + height * (learning_rate - min_lr)
+    height = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[schedule]
+    return min_lr + height * (peak - min_lr)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, *norm_groups):
+def clip_grad_norm_(parameters, max_norm, *norm_groups, optimizer=None):
     """Scale all gradients in place, so that their global L2 norm is at most max_norm. Returns the norm before that, 0-d
     on the device. Collective if the parameters are sharded, or if there are norm_groups.
 
     norm_groups: pairs (process group, copies), for ranks that hold different parameters, so that their squared norms
         add up. copies is {parameter: how many of these ranks hold it}, so that none counts several times.
+    optimizer: the one whose step comes next. On a GPU AdamW's kernel scales the gradients on its way through them.
 
     torch's own function sends each DTensor through its dispatcher, which is three times the work.
     """
@@ -964,6 +970,8 @@ def clip_grad_norm_(parameters, max_norm, *norm_groups):
         for group in groups:
             dist.all_reduce(square, group=group)
         norm = square.sqrt().float()
-    if max_norm < math.inf:
+    if max_norm < math.inf and isinstance(optimizer, AdamW) and not optimizer.forms and gradients[0].is_cuda:
+        optimizer.divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    elif max_norm < math.inf:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -101,10 +101,7 @@ train_batches = data.batches(
     batch_size=batch_size, rank=rank, world_size=world_size, device=device,
 )  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
-    # the learning rate of this step
-    lr = optim.learning_rate_at(
-        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
-    )
+    lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout or config.lora_dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it

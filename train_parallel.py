@@ -95,17 +95,14 @@ train_batches = data.batches(
     batch_size=batch_size, rank=rank, world_size=world_size, device=device, starts_on_host=context is not None,
 )  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
-    # the learning rate of this step
-    lr = optim.learning_rate_at(
-        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
-    )
+    lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout or config.lora_dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
-    # that into the mean over all targets of the global batch. With tensor parallelism several ranks work on the same
-    # tokens and report the same loss, so each target is counted that many times.
+    # that into the mean over all targets of the global batch. With tensor parallelism the ranks that split a matrix
+    # report the same loss, so each target counts that often; gradients are averaged over those with other tokens alone.
     targets = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
     targets *= config.tensor_parallel
     loss_scale = world_size / targets
@@ -137,7 +134,7 @@ while step < config.max_iters and not watch.must_stop:
     if tensor and scaler.is_enabled():
         health.share_overflow(scaler, opt)  # DTensor reports an overflow along the shard axis, not the tensor axis
     norm_groups = tensor.norm_groups() if tensor else ()
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups, optimizer=opt)
     # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.

@@ -48,8 +48,7 @@ batch_size, global_batch_size = config.batch_size, config.global_batch_size
 # --- STAGE ------------------------------------------------------------------------------------------------------------
 # Ranks that exchange the most get neighbouring numbers: those of a matrix, then the copies of a stage, then the stages.
 mesh = run.layout.mesh(device, config.timeout_s)
-ranks_of_stage = world_size // stages
-stage, rank_of_stage = divmod(rank, ranks_of_stage)
+stage, ranks_of_stage = mesh.get_local_rank('stage'), world_size // stages
 raw_model = make_model(run)  # on the meta device
 # Its blocks; the others are dropped, still on meta.
 raw_model = pipeline_manual.Stage(raw_model, stage, stages, chunks, run.share)
@@ -80,13 +79,10 @@ watch.begin_training(raw_model, save)
 numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
     run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
-    batch_size=batch_size, rank=rank_of_stage, world_size=ranks_of_stage, device=device,
+    batch_size=batch_size, rank=rank % ranks_of_stage, world_size=ranks_of_stage, device=device,
 )  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
-    # the learning rate of this step
-    lr = optim.learning_rate_at(
-        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
-    )
+    lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it
@@ -124,7 +120,7 @@ while step < config.max_iters and not watch.must_stop:
     if scaler.is_enabled():
         health.share_overflow(scaler, opt)
     norm_groups = [*model.norm_groups(), *(tensor.norm_groups() if tensor else ())]
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups, optimizer=opt)
     # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.

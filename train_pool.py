@@ -163,10 +163,7 @@ while not watch.must_stop:
         replica_number, at, end = part
         step = replica.step
         train_batches = batches_of(replica_number, at)
-    # the learning rate of this step
-    lr = optim.learning_rate_at(
-        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
-    )
+    lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout or config.lora_dropout:  # noise depends on (seed, step, replica, rank, ranks) only
@@ -197,7 +194,7 @@ while not watch.must_stop:
     watch.mark('update')
     # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, optimizer=opt)
     # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
     # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.

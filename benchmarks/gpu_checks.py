@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -54,25 +55,116 @@ def in_turns(torch, device, ways, rounds=10):
     return {name: round(min(found), 3) for name, found in times.items()}
 
 
-def loss(torch, device, arguments):
-    """The head and the loss alone, eager and compiled, beside their matmuls."""
+# Forms: what model.py computes now beside the form before it, in one process, where clocks slow down both alike. The
+# letters are those of the table in docs/gpu.md.
+
+
+def forms_of_the_loss(torch, device, arguments):
+    """The head and the loss alone, eager and compiled, beside their matmuls; compiled also without A, and without C."""
+    import model as model_module
     from model import ChunkedCrossEntropy, cross_entropy, pointwise_cross_entropy
 
+    def two_passes(logits, targets, vocab_size, z_loss, with_gradient):
+        """Before C: the largest of a row and the sum one after the other, and the gradient in memory of its own."""
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        logits32 = torch.where(columns < vocab_size, logits.float(), -torch.inf)
+        lse, valid = torch.logsumexp(logits32, -1), (targets >= 0).float()
+        ce = ((lse - logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float()) * valid).sum()
+        scale = (valid * (1 + 2 * z_loss * lse))[:, None]
+        gradient = (logits32 - lse[:, None]).exp() * scale - (columns == targets[:, None]).float()
+        return ce + z_loss * (lse**2 * valid).sum(), ce, gradient.to(logits.dtype)
+
+    def rounded_first(total, a, b):
+        """Before A: each product is rounded and added in a pass of its own."""
+        return (a @ b).float() if total is None else total.add_(a @ b)
+
+    before_a = {'LOGITS_BYTES': {'cpu': 2**26, 'cuda': 2**29}, 'add_product': rounded_first}
     tokens, width, vocab_size = (256, 64, 512) if device.type == 'cpu' else LOSSES[arguments.of]
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab_size, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(vocab_size, (tokens,), device=device)
 
-    def step(kernel):
-        return ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size - 47, 1e-4, True, kernel)[0].backward()
+    def step(kernel, **others):
+        with mock.patch.multiple(model_module, **others):
+            ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size - 47, 1e-4, True, kernel)[0].backward()
 
     def matmuls():
         logits = hidden @ weight.T
         return logits.T @ hidden, logits @ weight
 
-    kernel = torch.compile(pointwise_cross_entropy, dynamic=False)
-    ways = {'eager ms': lambda: step(cross_entropy), 'compiled ms': lambda: step(kernel), 'matmuls ms': matmuls}
+    kernel, before_c = (torch.compile(form, dynamic=False) for form in (pointwise_cross_entropy, two_passes))
+    ways = {
+        'compiled ms': lambda: step(kernel),
+        'without A ms': lambda: step(kernel, **before_a),
+        'without C ms': lambda: step(before_c),
+        'without both ms': lambda: step(before_c, **before_a),
+        'eager ms': lambda: step(cross_entropy),
+        'matmuls ms': matmuls,
+    }
     return in_turns(torch, device, ways)
+
+
+def forms_of_attention(torch, device, arguments):
+    """One layer's attention compiled, forward and backward, and the same without D: rotated after the transposes."""
+    import torch.nn.functional as F
+
+    from model import Attention, ModelConfig, RotaryEmbedding
+
+    keys = TINY if device.type == 'cpu' else SIZES[arguments.of]
+    config = ModelConfig.from_keys({'vocab_size': 64} | keys)
+    layer = Attention(config, RotaryEmbedding(config)).to(device, torch.bfloat16)
+    layer.rotary.prepare(device)
+    shape = keys['batch_size'], config.block_size, config.n_embd
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def rotated_last(x):
+        parts = layer.qkv(x).unflatten(-1, (-1, layer.head_dim)).split(layer.heads_of_qkv, dim=2)
+        q, k, v = (heads.transpose(1, 2) for heads in parts)
+        q, k = (layer.rotary.rotate(heads, layer.rotary.cos_sin[:, None]) for heads in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+        return layer.proj(y.transpose(1, 2).flatten(2))
+
+    now, before = (torch.compile(form) for form in (layer.forward, rotated_last))
+    gradient = torch.randn_like(x)
+    ways = {'now ms': lambda: now(x).backward(gradient), 'without D ms': lambda: before(x).backward(gradient)}
+    return in_turns(torch, device, ways)
+
+
+def forms_of_a_layer(torch, device, arguments):
+    """One of the larger linear layers under DDP, compiled, forward and backward, and without G: by autograd."""
+    import torch.nn.functional as F
+
+    from model import Linear
+
+    tokens, width, hidden = (256, 64, 128) if device.type == 'cpu' else (16384, 2048, 8192)
+    layer = Linear(width, hidden, bias=False).to(device)
+    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+    now, before = (torch.compile(form) for form in (layer.forward, lambda x: F.linear(x, layer.weight.to(x.dtype))))
+
+    def step(form):
+        layer.weight.grad = x.grad = None
+        form(x).backward(gradient)
+
+    return in_turns(torch, device, {'now ms': lambda: step(now), 'without G ms': lambda: step(before)})
+
+
+def forms_of_the_update(torch, device, arguments):
+    """Clipping and AdamW's step of 1B numbers, and without B: scaled in a pass of their own."""
+    import optim
+
+    layer = torch.nn.Module()
+    for number in range(2 if device.type == 'cpu' else 64):
+        values = torch.randn(2**10 if device.type == 'cpu' else 2**24, device=device)
+        layer.register_parameter(f'part{number}', torch.nn.Parameter(values))
+        layer.get_parameter(f'part{number}').grad = torch.randn_like(values)
+    optimizer = optim.make_optimizer(layer, 'adamw', 1e-4, 0.9, 0.95, 0.1)
+
+    def step(**given):
+        optim.clip_grad_norm_(layer.parameters(), 1.0, **given)
+        optimizer.step()
+
+    return in_turns(torch, device, {'now ms': lambda: step(optimizer=optimizer), 'without B ms': step})
 
 
 def experts(torch, device, arguments):

@@ -32,13 +32,13 @@ class Evaluation:
     Tasks read from files, ready to be scored.
 
     encoder: one of evaluation.tasks. window: how many tokens the model sees. pretrained: the model's
-    finetune.Pretrained, or None. batch_size: requests per rank and forward pass. tensor_parallel: how many ranks share
-    each matrix. as_chat: write the items with the tokenizer's chat template. options: for tasks.read_task(). Raises
-    ValueError for a bad row, and for a choice or a prompt that is longer than the window.
+    finetune.Pretrained, or None. batch_size: requests per rank and forward pass. ranks_per_batch: how many ranks
+    compute each batch together. as_chat: write the items with the tokenizer's chat template. options: for
+    tasks.read_task(). Raises ValueError for a bad row, and for a choice or a prompt that is longer than the window.
     """
 
     def __init__(
-        self, files, encoder, window, pretrained, batch_size, device, tensor_parallel=1, as_chat=False, **options
+        self, files, encoder, window, pretrained, batch_size, device, ranks_per_batch=1, as_chat=False, **options
     ):
         chat = encoder.chat if as_chat else None
         self.tasks = [read_task(file, chat=chat, **options) for file in files]
@@ -49,13 +49,13 @@ class Evaluation:
         if pretrained:
             refuse_tokens_beyond(pretrained.vocab_size, self.tasks, self.requests)
         written = next((task for task in self.tasks if task.form == 'prompt'), None)
-        if written and tensor_parallel > 1:
-            given = f'tensor_parallel={tensor_parallel}: {written.name} has prompts, whose answers come token by token'
+        if written and ranks_per_batch > 1:
+            given = f'tensor_parallel={ranks_per_batch}: {written.name} has prompts, whose answers come token by token'
             raise ValueError(
                 f'{given}, which cannot be cut over ranks: leave it to `python evaluate.py`, after the run'
             )
         self.batch_size, self.device, self.encoder = batch_size, device, encoder
-        self.tensor_parallel = tensor_parallel
+        self.ranks_per_batch = ranks_per_batch
         # The attention that these scripts give transformers' models reaches sliding_window tokens back.
         text = pretrained.config.get_text_config() if pretrained else None
         self.longest = min(window, getattr(text, 'sliding_window', None) or window)
@@ -93,7 +93,7 @@ class Evaluation:
         config = unwrapped(model).config
         # Rows with branches (see scoring.py) need these scripts' attention: transformers' own would mix the branches.
         shares = getattr(config, '_attn_implementation', finetune.ATTENTION) == finetune.ATTENTION
-        options = (self.longest, self.batch_size, self.device, shares, bar, beat, self.tensor_parallel)
+        options = (self.longest, self.batch_size, self.device, shares, bar, beat, self.ranks_per_batch)
         found = scoring.log_likelihoods(model, requests, *options)
         nats, greedy = ([[pair[n] for pair in item_results] for item_results in found] for n in (0, 1))
         bad = [item.place for item, sums in zip(task.items, nats, strict=True) if not all(map(math.isfinite, sums))]
@@ -152,5 +152,5 @@ def tasks_of(keys, layout, pretrained, device):
             raise ValueError(f'eval_tasks needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
     return Evaluation(
         keys['eval_tasks'], encoder, keys['block_size'], pretrained, keys['batch_size'], device,
-        tensor_parallel=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],
+        ranks_per_batch=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],
     )  # fmt: skip

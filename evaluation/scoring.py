@@ -83,17 +83,17 @@ def tensors_of(rows, device, multiple=1):
 
 @torch.no_grad()
 def log_likelihoods(
-    model, requests, longest, batch_size, device, shares=True, bar=None, beat=lambda: None, tensor_parallel=1
+    model, requests, longest, batch_size, device, shares=True, bar=None, beat=lambda: None, ranks_per_batch=1
 ):
     """[[(nats, whether all targets are the likeliest tokens), ...] of each item], the same on every rank. Collective.
 
     model: as it is called, wrapped or sharded, in eval mode. requests: [[tasks.Request, ...] of each item]. longest:
     the most tokens of a row. batch_size: requests per rank and forward pass. shares: whether the model's attention
     takes rows with branches. bar: the title of a progress bar; None = no bar. beat: called before each forward pass.
-    tensor_parallel: how many neighbouring ranks compute each batch together. Batches do not depend on the number of
+    ranks_per_batch: how many neighbouring ranks compute each batch together. Batches do not depend on the number of
     ranks, so the log-likelihoods do not, either.
     """
-    rank, world_size = dist.get_rank() // tensor_parallel, dist.get_world_size() // tensor_parallel
+    rank, world_size = dist.get_rank() // ranks_per_batch, dist.get_world_size() // ranks_per_batch
     flat, rows = [request for item_requests in requests for request in item_requests], []
     first_number = 0
     for item_requests in requests:
@@ -108,7 +108,7 @@ def log_likelihoods(
         # Every rank makes equally many forward passes, because sharded models gather weights in them. One without a
         # batch left computes the last one again, and its result is not counted.
         batch = batches[min(mine, len(batches) - 1)]
-        tokens, tree, places, targets, numbers = tensors_of(batch, device, tensor_parallel)
+        tokens, tree, places, targets, numbers = tensors_of(batch, device, ranks_per_batch)
 
         def score(hidden, logits_of, places=places, targets=targets):
             return score_tokens(hidden.flatten(0, 1)[places], logits_of, targets)
@@ -119,7 +119,7 @@ def log_likelihoods(
             totals[1].index_add_(0, numbers, is_likeliest.double())
     processes.reshard(model)  # free what forward left gathered, as there is no backward pass to do it
     dist.all_reduce(totals)
-    totals /= tensor_parallel  # as many ranks have counted each request
+    totals /= ranks_per_batch  # as many ranks have counted each request
     found = iter([(nats, hits == r.n_targets) for nats, hits, r in zip(*totals.tolist(), flat, strict=True)])
     return [[next(found) for _ in item_requests] for item_requests in requests]
 

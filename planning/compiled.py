@@ -29,6 +29,7 @@ def compile_without_gpu(model, live):
         fw_compiler=lambda graph, inputs: Kernels(graph, live).run_boxed,
         decompositions=select_decomp_table(),
         partition_fn=partial(min_cut_rematerialization_partition, compiler='inductor'),
+        keep_inference_input_mutations=True,  # the loss writes its gradient into the logits
     )
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend=backend)
@@ -78,6 +79,7 @@ def is_fused(node):
 
     aten = torch.ops.aten
     also = {aten.cat, aten.embedding, aten.slice_scatter, aten.select_scatter, aten.constant_pad_nd}
+    also |= {aten.copy, aten.copy_}
     fused = get_default_op_list().fusible_ops | also
     return is_view(node) or getattr(node.target, 'overloadpacket', node.target) in fused
 

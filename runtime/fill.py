@@ -96,23 +96,24 @@ def fill_data(run):
     """Keys that follow from the datasets: the vocabulary, and whether a sequence holds several documents."""
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
-    config.packed, config.chats = train_data.has_starts, train_data.is_chat
-    if train_data.is_chat and not pretrained:
+    config.packed, config.chats = train_data.has_starts, bool(train_data.is_chat and pretrained)
+    one = 'pair' if train_data.is_pairs else 'conversation'
+    if train_data.is_chat and not (pretrained or (train_data.is_pairs and run.start_from)):
         raise ValueError(
-            f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
+            f'dataset={config.dataset} holds {one}s, for a model that knows language: give its --init_from'
         )
     longest = max(source.longest for source in train_data.sources)
     if longest > config.block_size + 1:
         whole = longest - 1  # the last token is only ever a target
-        most = min(whole, pretrained.positions or whole)
+        most = min(whole, (pretrained and pretrained.positions) or whole)
         wider = f'; the model has positions for --block_size={most}' if most > config.block_size else ''
         if most < whole:
             wider = wider or ', all positions that the model has'
-            run.notes.append(
-                f'the longest conversation needs {whole:,} tokens, block_size is {config.block_size:,}{wider}'
-            )
+            run.notes.append(f'the longest {one} needs {whole:,} tokens, block_size is {config.block_size:,}{wider}')
         else:
-            run.notes.append(f'--block_size={most} keeps every conversation whole')
+            run.notes.append(
+                f'--block_size={most} {"holds every pair" if train_data.is_pairs else "keeps every conversation whole"}'
+            )
     if train_data.is_packed and not config.packing:
         run.notes.append(line_of_padding(run, longest))
 
@@ -171,6 +172,12 @@ def fill_rates(run):
     filled, rule_notes = rules.fill_from_heads(vars(config), explicit)
     vars(config).update(filled)
     run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
+    if run.pretrained and 'learning_rate' not in explicit and not config.eval_only:
+        usual = '2e-4, as is usual for LoRA' if config.lora_rank else '1e-5, as is usual for all weights'
+        run.notes.append(
+            f'WARNING: learning_rate={config.learning_rate:g} is meant for training from scratch, and makes a model '
+            f'forget what it knows: try --learning_rate={usual}'
+        )
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10

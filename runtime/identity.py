@@ -6,6 +6,7 @@ Is this checkpoint one of this run? It is if both have the same model, data, opt
 """
 
 import json
+from types import SimpleNamespace
 
 import optim
 from configurator import refuse_gone
@@ -69,8 +70,7 @@ def check_resume(saved, keys, identity):
     changed = [f'{key} {before[key]} -> {now[key]}' for key in now if key in before and before[key] != now[key]]
     if not changed:
         return []
-    schedule = ('learning_rate', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'min_lr')
-    was, becomes = (optim.learning_rate_at(step, *(of[key] for key in schedule)) for of in ({**now, **before}, now))
+    was, becomes = (optim.learning_rate_at(step, SimpleNamespace(**of)) for of in ({**now, **before}, now))
     rates = (
         [] if was == becomes else [f'WARNING: the learning rate jumps from {was:.2e} to {becomes:.2e} at step {step}']
     )

@@ -2,6 +2,7 @@
 Which device and which dtype a rank computes with, and how the device is set up.
 """
 
+import importlib.util
 import os
 import shutil
 
@@ -122,6 +123,23 @@ def configure_allocator():
         settings += ',pinned_max_round_threshold_mb:16'
     if 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ:
         os.environ.setdefault('PYTORCH_ALLOC_CONF', settings)  # torch reads it when the first GPU tensor is made
+
+
+def use_flash_attention_3(device):
+    """
+    Have packed rows and the ring run FlashAttention 3 in place of torch's own 2, if its package is installed and the
+    GPU is a Hopper, for which it is made. Returns the lines for the log: one if the package is there, else none.
+    """
+    import torch
+
+    if importlib.util.find_spec('flash_attn_interface') is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return []
+    try:
+        torch.nn.attention.activate_flash_attention_impl('FA3')
+    except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:  # another torch or CUDA
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return [f'attention: FlashAttention 2, as flash_attn_interface cannot be used with this torch ({reason})']
+    return ['attention: FlashAttention 3, by the package flash_attn_interface']
 
 
 def make_deterministic():

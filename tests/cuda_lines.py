@@ -28,7 +28,7 @@ FILES = [*REPO.glob('*.py'), *(path for room in ('runtime', 'exchange', 'pool', 
                                for path in (REPO / room).glob('*.py'))]  # fmt: skip
 # Conditions that are true on CUDA, and those that are true elsewhere.
 ASKS = re.compile(
-    r"\bon_cuda\b|\bis_cuda\b|runs_ahead\(|type == 'cuda'|cuda\.is_available\(\)$|"
+    r"\bon_cuda\b|\bis_cuda\b|runs_ahead\(|type == 'cuda'|type in \('cuda'|cuda\.is_available\(\)$|"
     r'^(stream|arrived|event|self\.to_host|self\.on_host)$'
 )
 ASKS_CPU = re.compile(r"\bis_cpu\b|type == 'cpu'|stream is None|^self\.thread$|type != 'cuda'|device == 'cpu'")

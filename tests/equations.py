@@ -1,6 +1,7 @@
 """The published equations of every optimizer in float64, for tests of optim.py and of its moments in fewer bits."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -9,7 +10,8 @@ from optim import learning_rate_at
 
 STEPS = 100
 KEYS = dict(learning_rate=3e-2, beta1=0.9, beta2=0.95, weight_decay=0.05, kappa=0.7, delta=6.0, wd_ts=25, max_iters=80)
-RATES = [learning_rate_at(step, KEYS['learning_rate'], 'cos_inf', 10, STEPS, 1e-4) for step in range(STEPS)]
+SCHEDULE = dict(lr_schedule='cos_inf', warmup_iters=10, lr_decay_iters=STEPS, min_lr=1e-4)
+RATES = [learning_rate_at(step, SimpleNamespace(**KEYS, **SCHEDULE)) for step in range(STEPS)]
 DECAYED = ('attn.qkv.weight', 'tall.weight', 'wide.weight', 'single.weight', 'head.weight')
 HIDDEN = {'attn.qkv.weight': (6, 3, 3), 'tall.weight': (17,), 'wide.weight': (5,), 'single.weight': (1,)}
 
@@ -77,6 +79,8 @@ def reference(optimizer, name, theta, gradients, rate=1, decays=1, eps=1e-8, at_
                 T = (tau * t).clamp(min=1)
                 A = (T ** (1 - kappa) * m.abs() * n / p).clamp(max=2)
                 theta = theta * decay - lr * (g * n + m.sign() * (p * A + m.abs() * n))
+            else:
+                raise ValueError(f'{optimizer}: write down its equations here')
         if at_rest:
             m, v, tau, slow = (
                 at_rest(t, slot, moment)

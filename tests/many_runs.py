@@ -135,11 +135,11 @@ def noting(gradients):
         models.append((make_model(run), run.share, run.world_size // getattr(run.config, 'num_replicas', 1)))
         return models[-1][0]
 
-    def note_gradients(*args):
+    def note_gradients(*args, **options):
         model, share, ranks = models[-1]
         of_rank = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         gradients.append(whole(share.slices, of_rank, ranks))
-        return clip(*args)
+        return clip(*args, **options)
 
     with (
         mock.patch.object(begin, 'make_model', note_model),

@@ -9,12 +9,13 @@ A test whose stand-in accepts more than the kernel does proves nothing: chats on
 for months, and crashed on the first GPU, because a mask on a CPU takes queries in fp32 beside values in bf16. So what
 stands here are the contracts: dtypes, strides, alignment, sizes, and what is kept for backward. They are those of
 PyTorch's sources (aten/src/ATen/native): transformers/cuda/flash_attn/flash_api.cpp, transformers/cuda/attention.cu,
-transformers/cuda/sdp_utils.cpp, GroupedMMUtils.h, cuda/ScaledBlas.cpp and FusedAdamUtils.
+transformers/cuda/sdp_utils.cpp, GroupedMMUtils.h, cuda/ScaledBlas.cpp, cuda/Blas.cpp and FusedAdamUtils.
 
     packed rows, half precision    _flash_attention_forward, _backward
     the ring, half precision       _scaled_dot_product_flash_attention, _backward
     the ring, fp32                 _scaled_dot_product_efficient_attention, _backward
     experts, 8 bits, the update    _grouped_mm, _scaled_mm, _fused_adamw_
+    half precision to fp32         mm.dtype, addmm.dtype_out
     page-locked memory             only for dense tensors of the host
 
 Inside, a tensor says that it is on cuda:0. What is asked for on 'cuda' is made on the host. Streams exist and order
@@ -224,12 +225,40 @@ ATTENTIONS = {
 }
 
 
+# --- matmuls whose result has another dtype ---------------------------------------------------------------------------
+
+
+def product_in_fp32(a, b, out_dtype):
+    refuse_unless(a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0], 'mat1 and mat2 shapes cannot be multiplied')
+    refuse_unless(a.dtype == b.dtype, 'mat1 and mat2 must have the same dtype')
+    is_known = out_dtype == a.dtype or (out_dtype == torch.float32 and a.dtype in HALF)
+    refuse_unless(is_known, 'out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs')
+    return a.float() @ b.float()
+
+
+def mm_dtype(self, mat2, out_dtype):
+    return product_in_fp32(self, mat2, out_dtype).to(out_dtype)
+
+
+def addmm_dtype_out(self, mat1, mat2, out_dtype, beta, alpha, out):
+    product = product_in_fp32(mat1, mat2, out_dtype)
+    refuse_unless(out.dtype == out_dtype, 'out_dtype must be the same as the dtype of the provided out tensor')
+    refuse_unless(self.dtype in (out_dtype, mat1.dtype), 'self dtype must match either out_dtype or mat1 dtype')
+    assert beta == alpha == 1 and out.shape == product.shape and out.is_contiguous(), 'the only use here'
+    return out.copy_(self + product)
+
+
+MATMULS = {'mm.dtype': mm_dtype, 'addmm.dtype_out': addmm_dtype_out}
+
+
 @functools.cache
-def attention_kernels():
-    """Register the attentions for tensors of a CPU, which has none under these names."""
+def kernels_of_cuda():
+    """Register attentions and matmuls for tensors of a CPU, which has none under these names."""
     library = torch.library.Library('aten', 'IMPL')
-    for name, function in ATTENTIONS.items():
-        arguments = [(a.name, a.default_value) for a in getattr(torch.ops.aten, name).default._schema.arguments]
+    for name, function in (ATTENTIONS | MATMULS).items():
+        packet, _, overload = name.partition('.')
+        schema = getattr(getattr(torch.ops.aten, packet), overload or 'default')._schema
+        arguments = [(argument.name, argument.default_value) for argument in schema.arguments]
 
         def kernel(*args, function=function, name=name, arguments=arguments, **kwargs):
             called.add(name)
@@ -355,7 +384,7 @@ OPERATORS += [context_manual.attend_over_ranks, context_manual.attend_backward]
 @contextlib.contextmanager
 def on_cuda():
     """A context in which code on CPU tensors does what it would do on a GPU."""
-    attention_kernels()
+    kernels_of_cuda()
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     functions = {
         (torch, 'autocast'): Autocast,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from on_cuda import attention_kernels
+from on_cuda import kernels_of_cuda
 from pretrained import save_model
 from short import covering, slow_but
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -199,7 +199,7 @@ def test_twelve_blocks_of_a_hugging_face_class_share_two_graphs(
     # Rows of several documents as a GPU computes them: without a mask, which would be an input of every block.
     monkeypatch.setattr(model_module, 'has_flash_attention', lambda *_: True)
     tokens, starts = torch.randint(250, (2, 32)), [torch.tensor([[0, 9, 32], [0, 32, 32]])] * (rows == 'packed')
-    attention_kernels()
+    kernels_of_cuda()
     for _ in range(2):
         wrapped(tokens, tokens, *starts)[0].backward()
         wrapped.eval()

@@ -5,6 +5,7 @@ import json
 import random
 import re
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -427,6 +428,7 @@ def test_a_run_over_packed_documents_is_one_over_single_documents(tmp_path, scri
     for name, parameter in model.named_parameters():
         parameter.data.copy_(model.initial_value(name, parameter, 1337, torch.device('cpu')))
     optimizer = optim.make_optimizer(model, 'adamw', 3e-3, 0.9, 0.95, 0.1)
+    schedule = SimpleNamespace(**state['config'])
     mixture = only(data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents'))
     batches = data.batches(mixture, 1337, 0, BATCH, BATCH, 0, 1, 'cpu')
     for step, (x, y, starts) in zip(range(20), batches, strict=False):
@@ -439,7 +441,7 @@ def test_a_run_over_packed_documents_is_one_over_single_documents(tmp_path, scri
         assert rows[step]['loss'] == pytest.approx(nats / targets, rel=apart(step + 1)), step
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group['lr'] = optim.learning_rate_at(step, 3e-3, 'constant', 5, 20, 3e-4)
+            group['lr'] = optim.learning_rate_at(step, schedule)
         optimizer.step()
         optimizer.zero_grad()
     batches.close()

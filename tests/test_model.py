@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch._inductor.metrics
 import torch.nn.functional as F
-from on_cuda import on_cuda
+from on_cuda import called, on_cuda
 from precision import MARGIN, apart, assert_as_close_to_float64, error, gap_of_text, likeliest
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -292,6 +293,65 @@ def test_loss_of_half_precision_hidden_states_reaches_fp32_weights(monkeypatch, 
     assert error(loss_sum, exact_loss) <= eps and error(weight.grad, exact.grad) <= 2 * eps
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_on_a_gpu_nothing_is_rounded_while_the_gradient_of_the_head_adds_up_over_chunks(monkeypatch, dtype):
+    for device in ('cpu', 'cuda'):
+        monkeypatch.setitem(model_module.LOGITS_BYTES, device, 8 * 4 * 128)  # 5 chunks
+    hidden, targets = torch.randn(37, 16).to(dtype), torch.randint(VOCAB_SIZE, (37,))
+    weight = torch.randn(128, 16).to(dtype).float()
+
+    def gradient_of_head(kernel):
+        leaf = weight.clone().requires_grad_()
+        ChunkedCrossEntropy.apply(hidden, leaf, targets, VOCAB_SIZE, 0.0, True, kernel)[0].backward()
+        return leaf.grad
+
+    of_logits = []  # with which the matmuls are exact
+
+    def noting(*args, **kwargs):
+        *sums, gradient = pointwise_cross_entropy(*args, **kwargs)
+        of_logits.append(gradient.double())
+        return *sums, gradient
+
+    on_cpu = gradient_of_head(pointwise_cross_entropy)
+    with on_cuda():
+        on_gpu = gradient_of_head(noting)
+    assert len(of_logits) == 5 and {'mm.dtype', 'addmm.dtype_out'} <= called
+    exact = torch.cat(of_logits).T @ hidden.double()
+    assert error(on_gpu, exact) <= apart() < torch.finfo(dtype).eps / 8 < error(on_cpu, exact)
+
+
+@pytest.mark.parametrize('bias', [False, True])
+def test_on_a_gpu_the_gradient_of_an_fp32_weight_is_not_rounded_to_half_precision(bias):
+    layer, start = model_module.Linear(48, 32, bias=bias), torch.randn(3, 40, 48).bfloat16()
+    gradient, found = torch.randn(3, 40, 32).bfloat16(), []
+    for context in (contextlib.nullcontext(), on_cuda()):
+        x = start.clone().requires_grad_()
+        layer.zero_grad()
+        with context:
+            y = layer(x)
+            y.backward(gradient)
+        found.append((y, x.grad, layer.weight.grad, layer.bias.grad if bias else y))
+    (y, of_x, *of_layer), (other_y, other_of_x, *other_of_layer) = found
+    assert torch.equal(y, other_y) and torch.equal(of_x, other_of_x)
+    rows = gradient.flatten(0, 1).double()
+    exact = [rows.T @ start.flatten(0, 1).double(), rows.sum(0)]
+    for on_cpu, on_gpu, wanted in zip(of_layer[: 1 + bias], other_of_layer, exact, strict=False):
+        assert on_gpu.dtype == torch.float32 and error(on_gpu, wanted) <= apart() < error(on_cpu, wanted)
+    with on_cuda():  # a frozen layer passes the gradient on
+        layer.requires_grad_(False)
+        x.grad = None
+        layer(x).backward(gradient)
+    assert torch.equal(x.grad, of_x)
+
+
+def test_the_gradient_of_the_logits_takes_their_room_in_the_form_that_is_compiled():
+    logits, targets = torch.randn(9, 128).bfloat16(), torch.randint(VOCAB_SIZE, (9,))
+    (*sums, gradient), other = pointwise_cross_entropy(logits.clone(), targets, VOCAB_SIZE, 0.0, True), logits.clone()
+    assert pointwise_cross_entropy(other, targets, VOCAB_SIZE, 0.0, False) == (*sums, None)
+    assert torch.equal(other, logits), 'without a gradient they stay'
+    assert pointwise_cross_entropy(other, targets, VOCAB_SIZE, 0.0, True)[2] is other and torch.equal(other, gradient)
+
+
 @pytest.mark.parametrize('arch', ARCHITECTURES)
 def test_loss_is_a_sum_over_the_targets_that_are_not_ignored(arch):
     model = make_model(arch, z_loss=1e-3)
@@ -383,6 +443,26 @@ def test_compiled_the_loss_moves_at_most_a_fifth_of_the_bytes_per_logit():
         after = torch._inductor.metrics.num_bytes_accessed / logits.numel()
     print(f'{before:.1f} bytes per logit before, {after:.1f} after')
     assert 6 <= after <= before / 5
+
+
+@pytest.mark.slow
+def test_on_a_gpu_the_compiled_loss_reads_each_logit_twice_and_not_three_times():
+    """Inductor's own pass finds the largest of a row and the sum in one loop. (It makes such a loop for Triton alone,
+    which the test above cannot count.)"""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import post_grad
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    post_grad.lazy_init()
+    with FakeTensorMode():
+        inputs = torch.empty(64, 50304, dtype=torch.bfloat16), torch.empty(64, dtype=torch.int64)
+        loss = partial(pointwise_cross_entropy, vocab_size=50257, z_loss=1e-4, with_gradient=True)
+        graph = make_fx(loss, decomposition_table=select_decomp_table())(*inputs)
+    for node in graph.graph.nodes:
+        if isinstance(value := node.meta.get('val'), torch.Tensor):
+            value.fake_device = torch.device('cuda', 0)
+    assert sum(patterns.apply(graph) for patterns in post_grad.pass_patterns) == 1
+    assert any('prepare_softmax_online' in str(node.target) for node in graph.graph.nodes)
 
 
 def test_full_logits_of_a_large_vocabulary_never_exist():

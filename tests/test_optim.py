@@ -1,9 +1,11 @@
 """optim.py: which weights decay; every optimizer beside its equation, plain, sharded, resumed; values of schedules."""
 
+import contextlib
 import math
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from equations import HIDDEN, KEYS, RATES, STEPS, piece, reference
 from launch import run_function
+from on_cuda import on_cuda
 from precision import apart, error
 from short import slow_but
 from streams import load
@@ -319,6 +322,28 @@ def test_muon_on_a_gpu_is_as_many_launches_for_many_matrices_of_a_shape_as_for_f
             optim.muon_updates(weights, [16] * matrices)
         counts[matrices] = launches.count
     assert counts[16] - counts[4] == 16 - 4 and counts[4] <= 30
+
+
+@pytest.mark.parametrize('max_norm', [0.5, 1e6])
+def test_on_a_gpu_adamw_clips_gradients_on_its_way_through_them(max_norm):
+    """As a CPU does it before, but for rounding. A step without clipping follows, which forgets the one before."""
+    layers = [nn.Linear(40, 30), nn.Linear(40, 30)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [optim.make_optimizer(layer, 'adamw', 1e-2, 0.9, 0.95, 0.1) for layer in layers]
+    for clip in (max_norm, math.inf):
+        start = [10 * torch.randn(parameter.shape) for parameter in layers[0].parameters()]
+        norms = []
+        for layer, optimizer, context in zip(layers, optimizers, (contextlib.nullcontext(), on_cuda()), strict=True):
+            for parameter, gradient in zip(layer.parameters(), start, strict=True):
+                parameter.grad = gradient.clone()
+            with context:
+                norms.append(optim.clip_grad_norm_(layer.parameters(), clip, optimizer=optimizer))
+                if optimizer is optimizers[1]:
+                    assert torch.equal(layer.weight.grad, start[0]), 'they were scaled before'
+                optimizer.step()
+        assert torch.equal(*norms)
+        for ours, other in zip(*(layer.parameters() for layer in layers), strict=True):
+            assert error(other.grad, ours.grad) <= apart() and error(other, ours) <= apart()
 
 
 def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
@@ -637,9 +662,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
+def rate_at(step, **changed):
+    return learning_rate_at(step, SimpleNamespace(**SCHEDULE | changed))
+
+
 @pytest.mark.parametrize('lr_schedule', SCHEDULES)
 def test_schedules_rise_to_the_peak_and_end_at_min_lr(lr_schedule):
-    rates = [learning_rate_at(step, **SCHEDULE | {'lr_schedule': lr_schedule}) for step in range(150)]
+    rates = [rate_at(step, lr_schedule=lr_schedule) for step in range(150)]
     assert rates[:11] == sorted(rates[:11]) and rates[0] > 0
     assert rates[10] == max(rates) == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -662,16 +691,16 @@ def test_schedules_rise_to_the_peak_and_end_at_min_lr(lr_schedule):
     ],
 )
 def test_schedule_values(lr_schedule, step, expected):
-    assert learning_rate_at(step, **SCHEDULE | {'lr_schedule': lr_schedule}) == pytest.approx(expected)
+    assert rate_at(step, lr_schedule=lr_schedule) == pytest.approx(expected)
 
 
 def test_wsd_with_a_warm_up_into_its_last_fifth_decays_from_the_peak():
-    long = SCHEDULE | {'lr_schedule': 'wsd', 'warmup_iters': 100}
-    assert [learning_rate_at(step, **long) for step in (100, 105, 109)] == pytest.approx([1.0, 0.55, 0.19])
+    rates = [rate_at(step, lr_schedule='wsd', warmup_iters=100) for step in (100, 105, 109)]
+    assert rates == pytest.approx([1.0, 0.55, 0.19])
 
 
 def test_a_run_shorter_than_its_warm_up_just_warms_up():
-    rates = [learning_rate_at(step, **SCHEDULE | {'lr_decay_iters': 4}) for step in range(12)]
+    rates = [rate_at(step, lr_decay_iters=4) for step in range(12)]
     assert rates[:10] == sorted(rates[:10]) and rates[11] == 0.1
 
 
@@ -681,8 +710,8 @@ def test_a_run_shorter_than_its_warm_up_just_warms_up():
 @pytest.mark.parametrize('lr_schedule', SCHEDULES)
 def test_no_schedule_divides_by_zero(lr_schedule):
     for warmup_iters, lr_decay_iters in ((0, 0), (0, 1), (1, 1)):
-        knobs = SCHEDULE | dict(lr_schedule=lr_schedule, warmup_iters=warmup_iters, lr_decay_iters=lr_decay_iters)
-        assert all(0 < learning_rate_at(step, **knobs) <= 1 for step in range(3))
+        keys = dict(lr_schedule=lr_schedule, warmup_iters=warmup_iters, lr_decay_iters=lr_decay_iters)
+        assert all(0 < rate_at(step, **keys) <= 1 for step in range(3))
 
 
 @pytest.mark.parametrize(
@@ -701,4 +730,4 @@ def test_optimizer_values_that_do_not_fit_get_one_line(changed):
 @pytest.mark.parametrize('changed', [{'lr_schedule': 'cos'}, {'min_lr': 2.0}])
 def test_schedule_values_that_do_not_fit_get_one_line(changed):
     with pytest.raises(ValueError, match=rf'^{next(iter(changed))}=.*expected .*$'):
-        learning_rate_at(0, **SCHEDULE | changed)
+        rate_at(0, **changed)

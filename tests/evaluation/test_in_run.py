@@ -276,4 +276,4 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
 def test_answers_that_matrices_cut_over_ranks_cannot_write_are_refused_before_the_run(files):
     encoder = tasks.NativeEncoder(load_tokenizer('bytes'))
     with pytest.raises(ValueError, match='tensor_parallel=2: written has prompts, .* leave it to `python evaluate.py`'):
-        in_run.Evaluation(files, encoder, 32, None, 2, 'cpu', tensor_parallel=2)
+        in_run.Evaluation(files, encoder, 32, None, 2, 'cpu', ranks_per_batch=2)

@@ -153,8 +153,7 @@ def of_schedule(keys):
     """The learning rates of a run with these keys."""
     import optim
 
-    names = 'learning_rate lr_schedule warmup_iters lr_decay_iters min_lr'.split()
-    return [optim.learning_rate_at(step, *(keys[name] for name in names)) for step in range(40)]
+    return [optim.learning_rate_at(step, types.SimpleNamespace(**keys)) for step in range(40)]
 
 
 def of_rules(keys):

@@ -240,10 +240,10 @@ def test_on_cuda_a_block_keeps_what_its_kernels_save(matmul_dtype):
 
     C, H, Q, K, hidden = 128, 4, 128, 64, 384  # Q = n_head x head_dim, K = n_kv_head x head_dim
     norms = 2 * (2 * C + 2 * C + 8)  # input and result; per token two fp32 numbers at most
-    attention = 2 * (Q + 2 * K) + 2 * (Q + K) + 2 * Q + 4 * H + 2 * Q  # qkv, rotated, output, logsumexp, its copy
+    attention = 2 * (Q + 2 * K) + 2 * (Q + K) + 2 * Q + 4 * H  # qkv, rotated, output, logsumexp
     mlp = 4 * 2 * hidden  # gate, silu(gate), up and product
-    if matmul_dtype:  # one byte in place of two for the inputs of qkv, proj and down; gate and up have a copy each
-        norms, attention, mlp = norms - C, attention - Q, mlp - hidden
+    if matmul_dtype:  # one byte in place of two for the inputs of qkv and down; gate and up, and proj, have copies
+        norms, attention, mlp = norms - C, attention + Q, mlp - hidden
     tokens = 4 * 128
     assert kept_of(5) - kept_of(4) == pytest.approx(tokens * (norms + attention + mlp), rel=0.01)
 

@@ -37,7 +37,8 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     assert fill.cautions({**config, 'warmup_iters': 999}, n_windows=1000) == []
     (line,) = fill.cautions({**config, 'warmup_iters': 1000}, n_windows=1000)
     assert re.search('warmup_iters=1000 .*max_iters=1000 ', line)
-    assert learning_rate_at(999, 1.0, 'cosine', 1000, 1000, 0.0) < 1.0  # nor does it
+    run = {**config, 'warmup_iters': 1000, 'lr_schedule': 'cosine', 'learning_rate': 1.0}
+    assert learning_rate_at(999, SimpleNamespace(**run)) < 1.0  # nor does it
 
 
 def test_epochs_are_rounded_up_to_whole_steps():

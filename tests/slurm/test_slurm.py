@@ -19,11 +19,10 @@ import pytest
 import torch
 from faults import wait_until
 from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, free_ports, start_agent
-from outputs import column
+from outputs import column, weights_of
 
 from benchmarks.runs import end_with_parent
 from configurator import read_knobs
-from runtime import checkpoint
 
 # What each script requests: (GPUs per node, cores, longest time limit in hours, nodes).
 REQUESTS = {
@@ -605,10 +604,6 @@ def wait_for_text(path, text, cluster, project, job, seconds=900):
         time.sleep(0.05)
 
 
-def final_weights(out_dir, step=STEPS):
-    return checkpoint.load_weights(str(out_dir / 'checkpoints' / f'step_{step:08}'))[0]
-
-
 @pytest.fixture(scope='module')
 def submitted(cluster, project):
     """Two jobs at a time, which saves some waiting: {name: (job, out_dir)} of two scripts as committed."""
@@ -685,7 +680,7 @@ def test_cut_before_its_time_limit_the_next_element_goes_on_to_equal_weights(clu
     reference = uninterrupted[0]
     losses = [dict(zip(column(out, 'step'), column(out, 'loss'), strict=True)) for out in (reference, out_dir)]
     assert losses[0] and losses[0] == {step: losses[1].get(step) for step in losses[0]}
-    ours, theirs = final_weights(out_dir), final_weights(reference)
+    ours, theirs = weights_of(out_dir, STEPS), weights_of(reference, STEPS)
     assert ours.keys() == theirs.keys()
     for name in theirs:
         assert torch.equal(ours[name], theirs[name]), name

@@ -1,6 +1,7 @@
 """What a run finds out before it starts (its device, a compiler, the network), and one line if that cannot work."""
 
 import fcntl
+import importlib
 import os
 import pty
 import re
@@ -141,6 +142,35 @@ def test_a_rank_asks_for_the_gpu_of_its_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
     assert devices.choose_device('cuda', local_rank=1) == torch.device('cuda:0')
     assert devices.choose_device('cuda', local_rank=1, must_exist=False) == torch.device('cuda:1')  # a plan
+
+
+FLASH_ATTENTION_3 = """
+import torch
+library = torch.library.Library('flash_attn_3', 'DEF')
+library.define('fwd() -> ()'), library.define('bwd() -> ()')
+"""
+
+
+def test_flash_attention_3_is_used_where_its_package_is_and_a_line_says_if_it_cannot_be(monkeypatch, tmp_path):
+    gpu, package = torch.device('cuda', 0), tmp_path / 'flash_attn_interface.py'
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (9, 0))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert devices.use_flash_attention_3(gpu) == []
+    try:
+        for code, said, used in (
+            ('raise OSError("no libcudart.so.12")', 'cannot be used with this torch (no libcudart.so.12)', None),
+            ('', 'cannot be used with this torch (Module', None),
+            (FLASH_ATTENTION_3, 'attention: FlashAttention 3', 'FA3'),
+        ):
+            package.write_text(code)
+            importlib.invalidate_caches()
+            monkeypatch.delitem(sys.modules, 'flash_attn_interface', raising=False)
+            (line,) = devices.use_flash_attention_3(gpu)
+            assert said in line and torch.nn.attention.current_flash_attention_impl() == used
+        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 0))
+        assert devices.use_flash_attention_3(gpu) == []
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 def test_a_driver_too_old_for_torch_does_not_mean_training_on_the_cpu(monkeypatch):
