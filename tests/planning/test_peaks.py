@@ -64,8 +64,9 @@ def config_of(name, changes):
 
 def saved_since(config):
     """GB. Models with RoPE kept attention's result of each layer once more in the layout of the next matmul, unless it
-    was computed again or kept in 8 bits. The compiled loss took 6 bytes per logit of a chunk, now 2 in chunks four
-    times as large, and it had the head's gradient in half precision, too."""
+    was computed again or in 8 bits. The compiled loss took 4 bytes per logit of a chunk, and 2 of the chunk before.
+    Now it takes 2, of chunks four times as large. It also had the head's gradient in half precision.
+    """
     tokens, itemsize = config['batch_size'] * config['block_size'], getattr(torch, config['dtype']).itemsize
     saved = 0
     if config['arch'] != 'gpt2' and config['activation_checkpointing'] == 'none' and not config.get('matmul_dtype'):
@@ -73,7 +74,8 @@ def saved_since(config):
     if config['compile']:
         rows = ModelConfig.from_keys(config).padded_vocab_size
         before, now = (tokens_per_chunk(tokens, most // (4 * rows)) for most in (2**29, LOGITS_BYTES['cuda']))
-        saved += (6 * before - 2 * now + 2 * config['n_embd']) * rows
+        of_both = 6 if before < tokens else 4
+        saved += (of_both * before - 2 * now + 2 * config['n_embd']) * rows
     return saved / 1e9
 
 
