@@ -485,6 +485,14 @@ READ = {
         'prefetch=0': ({'fsdp_impl': 'manual'}, {}),
     },
     'train_parallel.py': {'context_impl=gather': ({'context_parallel': 2}, {})},
+    'train_dpo.py': {
+        'label_smoothing=0.1': ({}, {'loss_type': 'ipo'}),
+        'simpo_gamma=0.5': ({'loss_type': 'simpo'}, {'loss_type': 'sigmoid'}),
+        'fsdp_impl=manual zero_stage=2 accumulate=sharded blocks_per_unit=2': (
+            {'strategy': 'fsdp'},
+            {'strategy': 'ddp'},
+        ),
+    },
     DILOCO: {
         'error_feedback=True': ({'exchange_dtype': 'int8'}, {}),
     },
