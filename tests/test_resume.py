@@ -140,9 +140,9 @@ def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir)
     out_dir = runs / 'killed'
     keys = arguments(data_dir, out_dir, '--max_iters=20')
     hang = {'kind': 'hang', 'rank': 0, 'step': 3 * 15}  # 3 micro-steps per step; it cannot end before it is killed
-    job = Job('train_ddp.py', keys, 2, runs / 'killed.log', fault=hang, torchrun=True)
+    job = Job('train_ddp.py', keys, 2, runs / 'killed.log', fault=hang)
     job.wait_for((out_dir / 'checkpoints' / 'step_00000010').exists)
-    send(job.pid)  # torchrun: its ranks end with it
+    send(job.pid)  # the launcher: its ranks end with it
     job.wait()
     said = run_forked('train_ddp.py', *keys, nproc=2, log=runs / 'again.log')
     assert 'resuming' in said

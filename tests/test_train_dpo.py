@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from chats import messages_of, write_rows
 from launch import REPO, refusals, run_many
-from outputs import assert_same_rows, assert_same_weights, column, metrics, weights_of
+from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
 from precision import assert_same_run
 from prepared import prepare
 from pretrained import VOCABULARY, save_model
@@ -279,24 +279,14 @@ def test_it_is_refused_in_one_line(runs, name):
 # --- resumed ----------------------------------------------------------------------------------------------------------
 
 
-def interrupted_copy(out, copy):
-    """A copy of a finished run as a kill after step 3 would have left it, when step 2 had been saved."""
-    shutil.copytree(out, copy)
-    shutil.rmtree(copy / 'checkpoints' / f'step_{STEPS:08}')
-    (copy / 'DONE').unlink()
-    rows = (copy / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    (copy / 'metrics.jsonl').write_text(''.join(rows[:4]))
-    return copy
-
-
 def test_a_killed_run_goes_on_to_the_bit_and_only_with_its_own_reference(folder, runs):
     out = runs[0]['ddp']
-    killed = interrupted_copy(out, folder / 'killed')
+    killed = as_of_step(2, out, folder / 'killed', rows=4)
     run_many([{'name': 'killed', 'script': 'train_dpo.py', 'arguments': keys_of(folder, killed)}], 2, folder)
     assert_same_weights(killed, out, STEPS)
     assert_same_rows(killed, out, ('step', *FACTS, 'val_loss', 'val_accuracy', 'val_margin'))
 
-    other = interrupted_copy(out, folder / 'other reference')
+    other = as_of_step(2, out, folder / 'other reference', rows=4)
     shutil.copy(folder / 'run fsdp' / 'metrics.jsonl', other / 'reference.npz')
     line, same = refusals([['train_dpo.py', *keys_of(folder, other)]] * 2)
     assert line == same and 'is another file than the reference that this run began with' in line
