@@ -52,7 +52,7 @@ def rows_of_pairs(n, seed=0):
     draw = random.Random(seed)
 
     def answer(letter):
-        return letter * draw.randint(1, 30) + str(draw.randint(0, 999))
+        return letter * draw.choice((1, 5, 60)) + str(draw.randint(0, 999))  # one pair in a window, or two
 
     return [{'prompt': f'q{number}', 'chosen': answer('g'), 'rejected': answer('b')} for number in range(n)]
 
