@@ -52,7 +52,7 @@ def rows_of_pairs(n, seed=0):
     draw = random.Random(seed)
 
     def answer(letter):
-        return letter * draw.randint(1, 9) + str(draw.randint(0, 999))
+        return letter * draw.choice((1, 5, 60)) + str(draw.randint(0, 999))  # one pair in a window, or two
 
     return [{'prompt': f'q{number}', 'chosen': answer('g'), 'rejected': answer('b')} for number in range(n)]
 
@@ -146,12 +146,14 @@ def pairs_of_steps(folder):
     mixture.plan(STEPS, 6)
     batches, steps = data.batches(mixture, SEED, 0, 6, 6, 0, 1, 'cpu'), []
     for step in range(STEPS):
-        rows = []
+        rows, in_windows = [], []
         for x, starts in zip(*(part.numpy() for part in next(batches)[::2]), strict=True):
             documents = [part.tolist() for part in np.split(x, starts[(starts > 0) & (starts < BLOCK)])]
             for chosen, rejected in zip(documents[::2], documents[1::2], strict=False):
                 rows.append(places[(*chosen, -1, *rejected)])
-        assert mixture.count_targets(SEED, 6 * step, 6) == len(rows) > 6
+            in_windows.append(len(rows) - sum(in_windows))
+        assert mixture.count_targets(SEED, 6 * step, 6) == len(rows) == sum(in_windows)
+        assert len({*in_windows}) > 1, 'equally many pairs in each window: a mean over micro-steps would pass'
         steps.append(rows)
     batches.close()
     return steps
