@@ -442,8 +442,10 @@ def without_effect(script, config, explicit, **facts):
     file could not know. A value that is off, and is so by default, asks for nothing. In a file no default does.
     Raises ValueError for a key of REFUSED.
     """
-    lines = []
-    for keys, (needs, is_read) in READ_IF.get(script, READ_IF['train']).items():
+    rows, lines = READ_IF.get(script, {}), []
+    if script not in READ_IF or script.startswith('train_'):
+        rows = READ_IF['train'] | rows
+    for keys, (needs, is_read) in rows.items():
         for key in keys.split():
             run, value, where = (
                 Facts({**vars(config), **facts}, explicit),

@@ -20,6 +20,7 @@ import collections
 import functools
 import itertools
 import math
+import operator
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -54,8 +55,9 @@ class Mixture:
         self.vocab_size = max(source.vocab_size for source in self.sources)
         self.is_packed = any(source.is_packed for source in self.sources)
         self.is_chat = any(source.is_chat for source in self.sources)
+        self.is_pairs = self.sources[0].is_pairs
         self.block_size = self.sources[0].block_size
-        self.has_starts = any(source.is_packed and source.packing for source in self.sources)
+        self.has_starts = any(source.is_packed and (source.packing or source.is_pairs) for source in self.sources)
         if self.is_packed:
             self.n_starts = max(source.n_starts for source in self.sources)
             for source in self.sources:
@@ -136,7 +138,7 @@ class Mixture:
         return sources, windows
 
     def count_targets(self, seed, first, n):
-        """Targets with y >= 0 in the slots first .. first + n - 1 of a run, exactly."""
+        """Targets with y >= 0 in the slots first .. first + n - 1 of a run, exactly; of pairs, how many of these."""
         if not self.is_packed:
             return n * self.block_size
         sources, windows = self.locate(first + np.arange(n), seed)
@@ -148,16 +150,19 @@ class Mixture:
         """How many windows of each source are evaluated, its first ones, if about n_sequences are asked for in all."""
         return [min(-(-n_sequences // len(self.sources)), source.n_windows) for source in self.sources]
 
-    def losses(self, nats_and_tokens, n_sequences):
-        """Metrics of an evaluation, from [sum of the cross-entropy in nats, number of targets] of each source over the
-        windows of eval_batches(..., n_sequences, ...).
+    def losses(self, sums, n_sequences, metrics=()):
+        """Metrics of an evaluation, from [sum of the losses, number of targets] of each source over the windows of
+        eval_batches(..., n_sequences, ...). metrics: names of other sums that stand between the two.
 
         With several sources each has a loss of its own, and val_loss weights them by their shares in the whole run.
         """
         weights = (self.counts(self.total) / self.total).tolist()
-        losses = [nats / tokens for nats, tokens in nats_and_tokens]
-        loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-        row = {'val_loss': loss, 'val_ppl': math.exp(min(loss, 700))}
+        means = [[total / number for total in totals] for *totals, number in sums]
+        losses = [of_source[0] for of_source in means]
+        loss, *others = (sum(map(operator.mul, weights, column)) for column in zip(*means, strict=True))
+        row = {'val_loss': loss, **dict(zip(metrics, others, strict=True))}
+        if not self.is_pairs:  # whose loss is not that of a token
+            row['val_ppl'] = math.exp(min(loss, 700))
         bytes_per_token = [
             bytes_per_target(source, windows)
             for source, windows in zip(self.sources, self.windows_to_evaluate(n_sequences), strict=True)
@@ -208,6 +213,9 @@ def open_mixture(keys, split):
                 f'{source.name} has the tokens of another tokenizer than {" and ".join(before)}: prepare it with '
                 f'`python prepare_data.py --dataset=... --name=... --tokenizer={as_argument(*before)}`'
             )
+        if source.is_pairs != first.is_pairs:
+            pairs, other = (source, first) if source.is_pairs else (first, source)
+            raise ValueError(f'{pairs.name} holds pairs of answers, and {other.name} does not: they cannot be mixed')
         if source.is_packed != first.is_packed:
             chats = source if source.is_packed else first
             raise ValueError(f'{chats.name} holds conversations: mix it with text under --windows=documents')
@@ -284,11 +292,7 @@ def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device, sta
     rows for which no window is left have y = -1, which the loss ignores. So all ranks together see each window once,
     where ranks that share their sequences count as one.
     """
-    rank, world_size = rank // mixture.ranks_per_sequence, world_size // mixture.ranks_per_sequence
-    per_round, rounds = batch_size * world_size, []  # [(number of the source, windows of this rank)]
-    for number, n in enumerate(mixture.windows_to_evaluate(n_sequences)):
-        for first in range(rank * batch_size, -(-n // per_round) * per_round, per_round):
-            rounds.append((number, np.arange(first, max(first, min(first + batch_size, n)))))
+    rounds = rounds_of(mixture, n_sequences, batch_size, rank, world_size)
 
     def host_batches():
         for number, windows in rounds:
@@ -297,25 +301,37 @@ def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device, sta
     return zip(run_ahead(host_batches(), device, starts_on_host), [number for number, _ in rounds], strict=True)
 
 
+def rounds_of(mixture, n_sequences, batch_size, rank, world_size):
+    """[(number of the source, its windows)] of the batches of eval_batches()."""
+    rank, world_size = rank // mixture.ranks_per_sequence, world_size // mixture.ranks_per_sequence
+    per_round, rounds = batch_size * world_size, []
+    for number, n in enumerate(mixture.windows_to_evaluate(n_sequences)):
+        for first in range(rank * batch_size, -(-n // per_round) * per_round, per_round):
+            rounds.append((number, np.arange(first, max(first, min(first + batch_size, n)))))
+    return rounds
+
+
 def _host_batch(mixture, sources, windows, batch_size, device):
     """Inputs and targets (batch_size, block_size), and with packed documents starts (batch_size, n_starts): int64 on
-    the host, with filler rows at the end.
+    the host, with filler rows at the end. Pairs may have a reference beside their starts, float32.
 
     numpy does the copying, since a large torch operator would start a second pool of compute threads for this thread.
     """
     pinned = torch.device(device).type == 'cuda'  # a copy from pageable memory would make the host wait
     sizes = [mixture.block_size, mixture.block_size, *([mixture.n_starts] if mixture.has_starts else [])]
     parts = [torch.empty((batch_size, size), dtype=torch.int64, pin_memory=pinned) for size in sizes]
-    x, y, *starts = (part.numpy() for part in parts)
+    if mixture.is_pairs and mixture.sources[0].reference is not None:
+        parts.append(torch.zeros((batch_size, mixture.n_starts), pin_memory=pinned))
+    x, y, *others = (part.numpy() for part in parts)
     n = len(windows)
     x[n:], y[n:] = 0, -1
-    for rows in starts:
+    for rows in others[:1]:
         rows[n:], rows[n:, 0] = mixture.block_size, 0  # one document
     for number in set(sources.tolist()):
         rows = np.flatnonzero(sources == number)
         read = mixture.sources[number].read(windows[rows])
         values = read if mixture.is_packed else (read[:, :-1], read[:, 1:])
-        for part, of_rows in zip((x, y, *starts), values, strict=False):  # a row with one document needs no starts
+        for part, of_rows in zip((x, y, *others), values, strict=False):  # a row with one document needs no starts
             part[rows] = of_rows
     return parts
 

@@ -6,6 +6,7 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
     python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # any tree of .txt, .json(l), .csv, .yaml, .parquet
     python prepare_data.py --dataset=my_texts/ --tokenizer=models/Llama-3.2-3B    # to fine-tune that model
     python prepare_data.py --dataset=chats.jsonl --tokenizer=models/Qwen3-0.6B    # instruction data: rows of messages
+    python prepare_data.py --pairs --dataset=pairs.jsonl --tokenizer=models/Qwen3-0.6B   # preferences: chosen, rejected
     python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2   # streamed from the Hugging Face hub
     python prepare_data.py --dataset=fineweb-10BT --download_only    # on a login node, for a later run without network
     python prepare_data.py --cache_tokenizer=gpt2                    # the same for a tokenizer's files
@@ -33,6 +34,7 @@ class Config:
     text_field: str | None = None  # field, or '{title}\n{text}', of a row's text; None = text, or all strings in .jsonl
     chat: bool | None = None  # rows are conversations, and their answers are learned; None = the first rows decide
     chat_fields = []  # fields of other conversations than those above: the list of messages, or QUESTION,ANSWER
+    pairs = False  # rows are pairs of answers to a prompt, `chosen` and `rejected`, for train_dpo.py
     fold_system = False  # put system messages into the user's message, for chat templates that refuse them
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split to read, of a hub dataset or of a folder written by save_to_disk
@@ -85,7 +87,7 @@ from evaluation.known_tasks import make_tasks
 from system import errors
 from system.files import write_file
 from text import encoding, sources
-from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS
+from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS, PREFERENCES
 from text.conversations import digest_of, template_of, templates_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
 from text.engine import Mismatch
@@ -181,6 +183,16 @@ if config.text_field and '{' in config.text_field:  # a template; a shell passes
     config.text_field = config.text_field.replace('\\n', '\n')
     if '{}' in config.text_field or config.text_field.count('{') != config.text_field.count('}'):
         raise ValueError(f'text_field={config.text_field!r}: expected the name of a field in each pair of {{braces}}')
+if config.pairs:
+    for key in ('chat', 'chat_fields', 'text_field'):
+        if getattr(config, key):
+            raise ValueError(f'pairs=True with {key}: pairs are read by their chosen and rejected: leave {key} out')
+    if config.chat is False or config.tokenizer == 'bpe':
+        given = 'chat=False' if config.chat is False else 'tokenizer=bpe'
+        raise ValueError(
+            f'{given} with pairs=True, which teach a model that knows language: give its --tokenizer, and no --chat'
+        )
+    config.chat_fields = list(PREFERENCES)
 if config.chat_fields and config.chat is False:
     raise ValueError(f'chat=False reads text, and chat_fields={",".join(config.chat_fields)} conversations: choose one')
 config.chat = True if config.chat_fields else config.chat
@@ -194,7 +206,7 @@ else:
     options = (config.text_field, config.source_split, tail_fraction, config.chat, config.dedup, config.chat_fields)
     source = sources.find_source(config.dataset, *options)
 chat_template = template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
-if source.chat and not chat_template:
+if source.chat and not chat_template and not config.pairs:
     raise ValueError(
         f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: give '
         'the folder of a chat model, as --tokenizer=models/Qwen3-0.6B, or --chat=False to learn all strings as text'
@@ -205,7 +217,7 @@ if config.fold_system and not source.chat:
     raise ValueError(f'fold_system=True is for conversations, dataset={config.dataset} holds none: leave it out')
 is_hub = sources.is_hub_name(config.dataset)
 say_without_effect('prepare_data.py', config, explicit, is_chat=bool(source.chat), is_hub=is_hub)
-if source.chat:
+if chat_template:
     tokenizer_facts.pop('bos_text', None)  # whether there is a BOS is up to the chat template
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
@@ -264,7 +276,7 @@ def refuse_left_out(notes, kept):
     if reasons.total() <= config.max_left_out * n_rows and (kept or not reasons):
         return
     of_all = f'{reasons.total():,} of {n_rows:,}' if kept else f'all {n_rows:,}'
-    mends = [AS_TEXT] if source.chat else []
+    mends = [AS_TEXT] if source.chat and not config.pairs else []
     if kept:
         mends.append(f'--max_left_out={math.ceil(100 * reasons.total() / n_rows) / 100} takes the rest')
     raise ValueError('; '.join([f'{facts["name"]}: {of_all} rows are left out: {in_words(reasons)}', *mends]))
@@ -383,7 +395,7 @@ val_hashes = (state.get('val_from', 0), state['val_below'])
 if config.val_rule == 'tail':
     rule_in_words = short_rule = f'the last {config.val_fraction:%} of the bytes of the text'
 else:
-    what = 'conversations, as JSON,' if source.chat else 'documents'
+    what = f'{"pairs" if config.pairs else "conversations"}, as JSON,' if source.chat else 'documents'
     short_rule = f'{config.val_fraction:.2%} of the text, chosen by a hash (val_rule in meta.json)'
     first, end = (number / 2**64 for number in val_hashes)
     rule_in_words = (
@@ -512,7 +524,9 @@ meta = {
     'vocab_size': encoder.vocab_size,
     'eot_token': encoder.eot,
     'dtype': dtype.name,
-    **({'masked': True, 'chat_templates': templates_of(config.tokenizer)} if source.chat else {}),
+    **({'masked': True} if source.chat else {}),
+    **({'chat_templates': templates_of(config.tokenizer)} if chat_template else {}),
+    **({'pairs': True} if config.pairs else {}),
     'splits': {split: writer.totals for split, writer in writers.items()},
     'val_fraction': config.val_fraction,
     'val_rule': rule_in_words,

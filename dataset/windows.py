@@ -67,7 +67,7 @@ class TokenDataset:
     packing               whether windows of whole pieces hold as many as fit; False = a window for each piece
     """
 
-    is_packed = is_chat = False
+    is_packed = is_chat = is_pairs = False
     line = None  # for the log
     longest = 0  # tokens of the longest conversation
 
@@ -163,26 +163,29 @@ class PackedDataset(TokenDataset):
     _as_end = None  # uint8 (n_tokens,), not 0 where the target is end-of-text in place of the token; None = nowhere
 
     def _pack(self, starts, lengths, learned):
-        """Pack pieces of the split into windows. starts, lengths: in tokens. learned: how many of each piece's targets
-        count."""
+        """Pack pieces of the split into windows. starts, lengths: in tokens, (n,), or (n, k) for units of k pieces that
+        stay side by side. learned: how many targets of each piece, or unit, count."""
+        starts, lengths = starts.reshape(len(learned), -1), lengths.reshape(len(learned), -1)
+        self._sizes = (lengths - 1).sum(1)  # in positions
         # The longest pieces are packed first, so the windows are shuffled afterwards: evaluation reads the first ones.
-        order = bins = np.arange(len(lengths))
+        order = bins = np.arange(len(learned))
         if self.packing:
-            order, bins = pack(lengths - 1, self.block_size)
+            order, bins = pack(self._sizes, self.block_size)
         self.n_windows = int(bins.max()) + 1
         windows = permuted(bins, self.n_windows, seed=0)
         by_window = np.argsort(windows, kind='stable')
-        piece_order = order[by_window]
-        self._starts, self._lengths = starts[piece_order], lengths[piece_order]
-        # Window w holds the pieces from borders[w] up to borders[w + 1].
-        self._borders = np.searchsorted(windows[by_window], np.arange(self.n_windows + 1))
-        self.n_targets = np.add.reduceat(learned[piece_order], self._borders[:-1])
+        order = order[by_window]
+        self._starts, self._lengths = starts[order].ravel(), lengths[order].ravel()
+        # Window w holds the units from borders[w] up to borders[w + 1].
+        borders = np.searchsorted(windows[by_window], np.arange(self.n_windows + 1))
+        self.n_targets = np.add.reduceat(learned[order], borders[:-1])
+        self._borders = borders * starts.shape[1]  # of the pieces
         self.n_starts = int(np.diff(self._borders).max()) + 1
-        self.padding = 1 - (lengths - 1).sum() / (self.n_windows * self.block_size)
+        self.padding = 1 - self._sizes.sum() / (self.n_windows * self.block_size)
 
     def count_packed(self):
         """How many windows would hold these pieces with packing."""
-        return int(pack(self._lengths - 1, self.block_size)[1].max()) + 1
+        return int(pack(self._sizes, self.block_size)[1].max()) + 1
 
     def read(self, windows):
         """Inputs and targets (len(windows), block_size) and starts (len(windows), n_starts), all int64; see
@@ -254,13 +257,17 @@ class Conversations(PackedDataset):
 
     is_chat = True
 
-    def _cut(self, facts):
-        """Find the conversations, drop those with nothing to learn, and pack the rest into windows."""
+    def _find(self, facts):
+        """(where each conversation starts, its length): in tokens. Reads the masks."""
         mask = self._read_masks(facts)
         self._learned = mask & LEARNED  # stays in memory, 1 byte per token
         starts = np.flatnonzero(mask & FIRST)
         self._as_end = as_end if (as_end := mask & AS_END).any() else None
-        whole = np.diff(starts, append=self.n_tokens)
+        return starts, np.diff(starts, append=self.n_tokens)
+
+    def _cut(self, facts):
+        """Find the conversations, drop those with nothing to learn, and pack the rest into windows."""
+        starts, whole = self._find(facts)
         lengths = np.minimum(whole, self.block_size + 1)
         # How many targets of each conversation are learned. reduceat sums from each border to the next, and the borders
         # are each conversation's first target and its end. So every second sum is what we want; the sums in between are
@@ -296,6 +303,39 @@ class Conversations(PackedDataset):
         return mask
 
 
+class Pairs(Conversations):
+    """One split of pairs of a better and a worse answer to the same prompt, for train_dpo.py.
+
+    Conversations 2k and 2k + 1 are the chosen and the rejected one of pair k. They stay side by side in a window, so
+    that in each row of `starts` documents 2k and 2k + 1 are a pair, and what is left over is padding. A pair that does
+    not fit is dropped: cut answers would lose their end. n_targets: pairs, since the loss is a mean over pairs.
+    longest: such that block_size = longest - 1 holds every pair.
+    """
+
+    is_pairs = True
+    reference = None  # float32 (n_windows, n_starts), see runtime/reference.py; read() then returns its rows, too
+
+    def read(self, windows):
+        parts = super().read(windows)
+        return parts if self.reference is None else (*parts, self.reference[windows])
+
+    def _cut(self, facts):
+        starts, lengths = (found.reshape(-1, 2) for found in self._find(facts))
+        sizes = (lengths - 1).sum(1)
+        self.longest = int(sizes.max(initial=1)) + 1
+        fits = sizes <= self.block_size
+        n_dropped = np.count_nonzero(~fits)
+        line = (
+            f'{self.name}: {n_dropped:,} of {len(sizes):,} pairs ({self.split}) are dropped, since both answers with '
+            f'their prompts take more than block_size={self.block_size} tokens, the longest {self.longest - 1:,}'
+        )
+        if not fits.any():
+            raise ValueError(f'{line}: use --block_size={sizes.min()} or more')
+        if n_dropped:
+            _say_once(f'WARNING: {line}' if n_dropped > 0.05 * len(sizes) else line)
+        self._pack(starts[fits], lengths[fits], np.ones(np.count_nonzero(fits), dtype=np.int64))
+
+
 DATASET_CLASSES = {'stream': TokenDataset, 'documents': Documents}
 
 
@@ -326,7 +366,8 @@ def pack(sizes, capacity):
 
 
 def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows='stream', packing=True):
-    """Open a split ('train' or 'val') of the folder data_dir/dataset; Conversations if its meta.json says "masked".
+    """Open a split ('train' or 'val') of the folder data_dir/dataset; Conversations if its meta.json says "masked", and
+    Pairs if it also says "pairs".
 
     windows: 'stream' joins documents, 'documents' keeps them apart. vocab_size: None = the dataset's. packing: whether
     windows of conversations, or of documents that are kept apart, hold several of them.
@@ -381,7 +422,9 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
         return tokens.view(np.ndarray)  # a plain array: slicing an np.memmap takes four times as long
 
     shards = _find_shards(folder, split, meta)
-    kind = Conversations if meta.get('masked') else DATASET_CLASSES[windows]
+    kind = DATASET_CLASSES[windows]
+    if meta.get('masked'):
+        kind = Pairs if meta.get('pairs') else Conversations
     return kind(str(folder), split, block_size, vocab_size, meta, shards, open_shard, packing)
 
 

@@ -12,21 +12,23 @@ from system import processes
 
 
 def of_each_batch(model, batches, beat):
-    """Yields (sum of the cross-entropy, targets, number of the source) of each batch of data.eval_batches()."""
+    """Yields (sum of the cross-entropy, number of targets, number of the source) of each batch of
+    data.eval_batches()."""
     for batch, source in batches:
         beat()
         _, ce_sum = model(*batch)
-        yield ce_sum, batch[1], source
+        yield ce_sum, (batch[1] >= 0).sum(), source
 
 
 @torch.no_grad()
-def val_loss(model, run, beat, part=None, losses=of_each_batch):
+def val_loss(model, run, beat, part=None, losses=of_each_batch, metrics=()):
     """
     Metrics of the cross-entropy over the first eval_iters * global_batch_size validation windows, which the ranks
     divide among them; the same on every rank. Collective.
 
     run: from begin(). beat: called before each forward pass. part(batch): this rank's part of a batch of whole
-    sequences. losses: in place of of_each_batch(), for a model that is more than its forward.
+    sequences. losses: in place of of_each_batch(), for a model that is more than its forward, or another loss. metrics:
+    names of what it measures beside the loss; then its first is a tensor of sums, of the loss and of each of these.
     """
     config, ranks = run.config, run.world_size // run.layout.stage  # every stage of a pipeline goes through all windows
     windows = config.eval_iters * config.global_batch_size
@@ -35,11 +37,11 @@ def val_loss(model, run, beat, part=None, losses=of_each_batch):
     )
     if part:
         batches = ((part(batch), source) for batch, source in batches)
-    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=run.device)
+    sums = torch.zeros(len(run.val_data.sources), 2 + len(metrics), dtype=torch.float64, device=run.device)
     model.eval()
-    for ce_sum, targets, source in losses(model, batches, beat):
-        nats_and_tokens[source] += torch.stack((ce_sum.double(), (targets >= 0).sum()))
-    dist.all_reduce(nats_and_tokens)  # ranks that read the same count it as often in both
+    for found, number, source in losses(model, batches, beat):
+        sums[source] += torch.stack((*found.double().view(-1), number))
+    dist.all_reduce(sums)  # ranks that read the same count it as often in both
     model.train()
     processes.reshard(model)  # free the gathered weights, as a backward pass would
-    return run.val_data.losses(nats_and_tokens.tolist(), windows)
+    return run.val_data.losses(sums.tolist(), windows, metrics)

@@ -9,7 +9,10 @@ from layout import FP32, numbers
 
 
 def check(keys, layout, shape):
-    """There is nothing that it refuses."""
+    """Raise ValueError for keys of sharding, which only a script with both strategies has."""
+    for key, off in (('cpu_offload', 'none'), ('replicate_size', 1)):
+        if keys.get(key, off) != off:
+            raise ValueError(f'{key}={keys[key]} with strategy=ddp, which shards nothing: use --strategy=fsdp')
 
 
 def holds(plan):

@@ -128,14 +128,15 @@ class Run:
         self.notes += check_resume(state, vars(self.config), self.identity)
 
 
-def begin(config, explicit, strategy, ranks=None):
+def begin(config, explicit, strategy, ranks=None, pairs=False):
     """
     Everything that needs no communication: find out which rank this is, open the model and the data that the keys name,
     and give a value to each key that is None or follows from others.
 
     config, explicit: from configure(); config is changed in place, and its values are final when this returns.
     strategy: 'ddp', 'fsdp', ...: which script this is. ranks: how many share a global batch, where that is not the
-    world size: in a pool it is jobs x ranks per job.
+    world size: in a pool it is jobs x ranks per job. pairs: whether the script learns from pairs of answers, which
+    `prepare_data.py --pairs` writes, and not from text or conversations.
     From here on a user's mistake ends the run with one line on every rank, and running out of memory with advice.
     """
 
@@ -149,6 +150,7 @@ def begin(config, explicit, strategy, ranks=None):
     run = Run(config, explicit, strategy, *start_process(config))
     open_init_from(run)
     open_data(run)
+    refuse_other_data(run, pairs)
     fill_in(run, ranks or run.world_size)
     if vars(config).get('eval_tasks'):  # read now, so that a mistake in their files shows here
         from evaluation import in_run
@@ -201,6 +203,24 @@ def open_data(run):
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
         config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
+
+
+def refuse_other_data(run, pairs):
+    """Raise ValueError if the data hold pairs of answers, and the script learns from something else, or the other way
+    round."""
+    config = run.config
+    for key, mixture in (('dataset', run.train_data), ('val_dataset', run.val_data)):
+        given = f'{key}={config.val_dataset or config.dataset if key == "val_dataset" else config.dataset}'
+        if mixture.is_pairs and not pairs:
+            raise ValueError(
+                f'{given} holds pairs of a better and a worse answer: train_dpo.py learns from these; to learn the '
+                'better ones as conversations, prepare it without --pairs, with --chat_fields'
+            )
+        if pairs and not mixture.is_pairs:
+            raise ValueError(
+                f'{given} holds no pairs of answers: prepare them with `python prepare_data.py --pairs --dataset=...`, '
+                'and learn text or conversations with train_ddp.py or train_fsdp.py'
+            )
 
 
 def make_process_group(config, device):

@@ -86,30 +86,34 @@ def fill_compile(run):
             'the run goes on uncompiled'
         )
     if config.compile:
-        run.notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
+        run.notes.append(
+            'compile: the first step takes a minute or more, and so does the first evaluation; if this machine has '
+            'compiled the same before, some seconds'
+        )
 
 
 def fill_data(run):
     """Keys that follow from the datasets: the vocabulary, and whether a sequence holds several documents."""
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
-    config.packed, config.chats = train_data.has_starts, train_data.is_chat
-    if train_data.is_chat and not pretrained:
+    config.packed, config.chats = train_data.has_starts, bool(train_data.is_chat and pretrained)
+    one = 'pair' if train_data.is_pairs else 'conversation'
+    if train_data.is_chat and not (pretrained or (train_data.is_pairs and run.start_from)):
         raise ValueError(
-            f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
+            f'dataset={config.dataset} holds {one}s, for a model that knows language: give its --init_from'
         )
     longest = max(source.longest for source in train_data.sources)
     if longest > config.block_size + 1:
         whole = longest - 1  # the last token is only ever a target
-        most = min(whole, pretrained.positions or whole)
+        most = min(whole, (pretrained and pretrained.positions) or whole)
         wider = f'; the model has positions for --block_size={most}' if most > config.block_size else ''
         if most < whole:
             wider = wider or ', all positions that the model has'
-            run.notes.append(
-                f'the longest conversation needs {whole:,} tokens, block_size is {config.block_size:,}{wider}'
-            )
+            run.notes.append(f'the longest {one} needs {whole:,} tokens, block_size is {config.block_size:,}{wider}')
         else:
-            run.notes.append(f'--block_size={most} keeps every conversation whole')
+            run.notes.append(
+                f'--block_size={most} {"holds every pair" if train_data.is_pairs else "keeps every conversation whole"}'
+            )
     if train_data.is_packed and not config.packing:
         run.notes.append(line_of_padding(run, longest))
 

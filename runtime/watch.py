@@ -50,10 +50,10 @@ NOTHING_DUE = Due(last=False, log=False, evaluate=False, score=False, save=False
 class Watch:
     """Every rank makes one, and all ranks call its methods at the same points, because some of them are collective."""
 
-    def __init__(self, run, step, state, part=None, losses=validation.of_each_batch):
+    def __init__(self, run, step, state, part=None, losses=validation.of_each_batch, metrics=()):
         """run: from begin(); its notes become the first lines of the log. step: that of the checkpoint from which the
-        run resumes, or 0. state: the contents of that checkpoint's state.json, or {}. part, losses: how this rank
-        evaluates its share of a batch, see validation.val_loss()."""
+        run resumes, or 0. state: the contents of that checkpoint's state.json, or {}. part, losses, metrics: how this
+        rank evaluates its share of a batch, see validation.val_loss()."""
         config = run.config
         self.run, self.config, self.state = run, config, state
         flops = run.flops_per_token
@@ -69,7 +69,7 @@ class Watch:
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
         self.watchdog = health.Watchdog(config.out_dir, config.timeout_s, lambda: expert_manual.begun)
         self.first_step = step
-        self.evaluating = {'part': part, 'losses': losses}
+        self.evaluating = {'part': part, 'losses': losses, 'metrics': metrics}
 
     def self_test(self, model, raw_model, as_loaded=None):
         """Compare the outputs of a Hugging Face model, sharded as it is now, with those of transformers itself.

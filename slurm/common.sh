@@ -105,7 +105,16 @@ prepare_environment() {
         export TMPDIR=/tmp
         scratch=/tmp/${USER:-job}-$SLURM_JOB_ID
     fi
-    export TRITON_CACHE_DIR=$scratch/triton TORCHINDUCTOR_CACHE_DIR=$scratch/inductor
+    local compiled=$scratch kind
+    if [[ -n ${COMPILE_CACHE:-} ]]; then # kept for later jobs; code for one kind of CPU need not run on another
+        kind=$(uname -m)-$({ grep -m1 'model name' /proc/cpuinfo || true; } | cksum | cut -d' ' -f1)
+        if mkdir -p "$COMPILE_CACHE/$kind" 2> /dev/null; then
+            compiled=$COMPILE_CACHE/$kind
+        else
+            say "COMPILE_CACHE=$COMPILE_CACHE cannot be made: what is compiled is lost with this job"
+        fi
+    fi
+    export TRITON_CACHE_DIR=$compiled/triton TORCHINDUCTOR_CACHE_DIR=$compiled/inductor
     export WANDB_CACHE_DIR=$scratch/wandb WANDB_CONFIG_DIR=$scratch/wandb
 }
 

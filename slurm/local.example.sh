@@ -13,6 +13,7 @@ export DATASETS_DIR=${SCRATCH:-$HOME}/datasets # what prepare_data.py writes: sh
 export RESULTS_DIR=${SCRATCH:-$HOME}/results   # checkpoints and logs, one folder per run
 mkdir -p "$DATASETS_DIR" "$RESULTS_DIR"
 
+# export COMPILE_CACHE=$SCRATCH/compiled # default: each job compiles anew, a minute or more
 # export VENV=$SCRATCH/venv       # default: .venv in the project
 # export MODULES='cuda/12.6'      # default: StdEnv/2023 gcc arrow python/3.12, where there is a module command
 # export OFFLINE=1                # compute nodes without internet; known for Rorqual, Narval, Trillium and tamIA

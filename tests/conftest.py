@@ -2,24 +2,25 @@
 leave) and the other files here without `test_`."""
 
 import os
+import runpy
 import signal
 import sys
 import zlib
 from pathlib import Path
 
 import pytest
-from launch import prepare_tiny
+from launch import REPO, prepare_tiny
 
 # In the background of a shell SIGINT is ignored, under nohup SIGHUP, and the processes of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The files that take longest come first; otherwise one worker would still run them when the others have ended.
-LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco']
-LONGEST += ['test_finetune_runs', 'test_finetune', 'test_fsdp_manual', 'test_signals', 'test_prepare_data']
+LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco', 'test_frozen']
+LONGEST += ['test_finetune_runs', 'test_finetune', 'test_expert_manual', 'test_on_cuda', 'test_layouts', 'test_native']
+LONGEST += ['test_fsdp_manual', 'test_signals', 'test_prepare_data', 'test_tensor_manual', 'test_lora', 'test_in_run']
 LONGEST += ['test_elastic', 'test_slow_link', 'test_memory', 'test_checkpoint', 'test_optim', 'test_train']
 LONGEST += ['test_replica', 'test_runs', 'test_diloco', 'test_resume', 'test_compare', 'test_pipeline']
-LONGEST += ['test_tensor_manual', 'test_expert_manual']
 
 
 def pytest_addoption(parser):
@@ -58,6 +59,31 @@ def own_random_numbers():
     """What a test draws without a seed does not depend on the tests before it."""
     if 'torch' in sys.modules:
         sys.modules['torch'].manual_seed(0)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """run_here(script, *arguments): runs a script itself, in this process; returns (stdout, stderr)."""
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # scripts install their own: put this one back afterwards
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+
+    def run(script, *arguments):
+        monkeypatch.setattr(sys, 'argv', [script, *map(str, arguments)])
+        runpy.run_path(str(REPO / script), run_name='__main__')
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    return run
 
 
 @pytest.fixture(scope='session')

@@ -7,6 +7,7 @@ is what most tests do, since importing torch takes longer than most of their run
     run_forked      a Job that has to end well; returns what it printed
     run_many        several runs, one after the other, in the same ranks
     run_ranks       forked ranks, each with its own command; returns exit code and output of each
+    fork_script     the same, where all have one command
     refusals        the same, where each rank has to end with one line; returns the lines
     run_function    a function on forked ranks, in one gloo group; returns what it returned on each
     start_agent     torchrun's agent of one of several nodes
@@ -17,6 +18,7 @@ is what most tests do, since importing torch takes longer than most of their run
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -180,6 +182,7 @@ def run_rank(command, place, fault=None):
     """Be the rank that the variables in `place` describe: run a script, and end this process with its exit code."""
     import torch
 
+    gc.freeze()  # what was forked is no garbage: looking through it would take longer than the steps of most runs
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the suite runs in the background of a shell
     os.environ.update(MASTER_ADDR='127.0.0.1', **{name: str(value) for name, value in place.items()})
@@ -226,6 +229,14 @@ def run_ranks(commands, places=None, **env):
         join_all(processes, 900)
         said = [[Path(f'{folder}/{n}.{name}').read_text() for name in ('out', 'err')] for n in range(len(commands))]
     return [Ended(process.exitcode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+def fork_script(script, *arguments, nproc=1, check=True, **env):
+    """run_ranks() with the same command on each of nproc ranks, all of which have to exit with 0 if `check`."""
+    ranks = run_ranks([[script, *arguments]] * nproc, **env)
+    for rank in ranks if check else ():
+        assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
+    return ranks
 
 
 def refusals(commands, places=None):
@@ -280,6 +291,7 @@ def call_on_rank(rank, world_size, folder, backend, pickled):
 
     os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
     torch.set_num_threads(1)
+    gc.freeze()  # as in run_rank()
     try:
         function, arguments = pickle.loads(pickled)
         dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=world_size)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 from benchmarks.runs import column, metrics  # noqa: F401 -- tests import all that reads a run from here
@@ -27,10 +28,29 @@ def names_of_checkpoints(out_dir):
     return os.listdir(folder) if folder.is_dir() else []
 
 
+def checkpoint_of(out_dir, step):
+    return str(Path(out_dir, 'checkpoints', f'step_{step:08}'))
+
+
+def as_of_step(step, out_dir, copy, rows=None):
+    """Make `copy` a run as it was when it had saved `step`, and return it.
+
+    rows: as if it had been killed later, after so many rows, while it wrote the next one.
+    """
+    shutil.copytree(out_dir, copy)
+    for later in [saved for saved in complete(copy) if saved > step]:
+        shutil.rmtree(checkpoint_of(copy, later))
+    Path(copy, 'DONE').unlink()
+    if rows:
+        lines = Path(copy, 'metrics.jsonl').read_text().splitlines(keepends=True)
+        Path(copy, 'metrics.jsonl').write_text(''.join(lines[:rows]) + lines[rows][:20])
+    return copy
+
+
 def weights_of(out_dir, step):
     from runtime import checkpoint
 
-    return checkpoint.load_weights(str(Path(out_dir, 'checkpoints', f'step_{step:08}')))[0]
+    return checkpoint.load_weights(checkpoint_of(out_dir, step))[0]
 
 
 def tensors_of(path):

@@ -1,7 +1,10 @@
-"""Tiny transformers models with random weights, saved as download_model.py leaves them, and chats for them."""
+"""Tiny transformers models with random weights, saved as download_model.py leaves them, chats for them, and the
+strategies that train them."""
 
+import pytest
 import torch
 from chats import CHATML, messages_of, write_rows
+from launch import fork_script, refusals
 
 from huggingface import convert
 
@@ -89,6 +92,31 @@ def write_chats(path):
             turns.append(('assistant', str(turn) * (1 + number * 5 % 7)))
         chats.append({'messages': messages_of(turns)})
     write_rows(path, chats)
+
+
+STRATEGIES = {
+    'ddp': ['train_ddp.py'],
+    'torch': ['train_fsdp.py'],
+    'parallel': ['train_parallel.py'],
+    'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
+    'stage 2': ['train_fsdp.py', '--fsdp_impl=manual', '--zero_stage=2', '--blocks_per_unit=2'],
+    'diloco': ['train_diloco.py', '--num_replicas=1', '--inner_steps=2', '--outer_lr=1', '--outer_momentum=0'],
+}
+
+
+def start(name, *arguments, nproc=1):
+    """fork_script() of a strategy, or of a script."""
+    if name in ('torch', 'parallel') and '--frozen_dtype=nf4' in arguments and torch.__version__ < (2, 13):
+        pytest.skip('fully_shard takes bytes from torch 2.13 on')
+    script, *more = STRATEGIES.get(name, [name])
+    return fork_script(script, *arguments, *more, nproc=nproc)
+
+
+def refusal(name, *arguments, nproc=1):
+    """The one line with which every rank of start() refuses."""
+    script, *more = STRATEGIES.get(name, [name])
+    (line,) = set(refusals([[script, *arguments, *more]] * nproc))
+    return line
 
 
 def sharded(model, implementation):

@@ -24,7 +24,7 @@ sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 from faults import is_alive, send, wait_until
 from launch import TINY_EXPERTS, TINY_SYNTHETIC, Job
-from outputs import assert_same_rows, assert_same_weights, complete, last_step, names_of_checkpoints
+from outputs import assert_same_rows, assert_same_weights, checkpoint_of, complete, last_step, names_of_checkpoints
 
 from runtime import checkpoint
 
@@ -143,7 +143,7 @@ def check_after_kill(out_dir, last, behind_by, figures):
     """Check what the killed run has left; returns the step of its newest checkpoint, where the next start goes on."""
     steps = complete(out_dir)
     for step in steps:
-        path = str(Path(out_dir, 'checkpoints', f'step_{step:08}'))
+        path = checkpoint_of(out_dir, step)
         damage = checkpoint.find_damage(path, lambda line: None)
         assert damage is None, f'{path}: {damage}'
     newest = steps[-1] if steps else None

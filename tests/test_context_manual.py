@@ -6,7 +6,6 @@ The ranks run all cases once and return what each of them saw, and the tests loo
 import contextlib
 import json
 import re
-import signal
 import types
 from pathlib import Path
 from unittest import mock
@@ -14,19 +13,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults import send
 from launch import (
     TINY_MODEL,
     TINY_RUN,
-    TINY_SYNTHETIC,
-    Job,
     refusals,
     run_function,
     run_many,
 )
 from layouts import layout_of
 from on_cuda import on_cuda
-from outputs import column, complete, last_step, tensors_of
+from outputs import column
 from precision import TIMES, assert_as_close_to_float64, assert_same_run, in_float64, times_further
 from pretrained import POSITIONS, save_model
 from torch import nn
@@ -420,45 +416,6 @@ def test_the_script_logs_what_one_process_logs(data_dir, tmp_path):
         for key, length in (('loss', 6), ('val_loss', 2), ('grad_norm', 6)):
             assert len(column(two, key)) == length
             assert_same_run(column(two, key), column(one, key), (name, key), every=6 // length)
-
-
-# --- FAULTS: 4 ranks, 2 of them for each sequence ---------------------------------------------------------------------
-
-FAULTS = [*TINY_SYNTHETIC, '--arch=llama', '--context_parallel=2', '--global_batch_size=8', '--checkpoint_interval=2']
-
-
-def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
-    keys = [*FAULTS, '--max_iters=4', '--checkpoint_interval=1', '--keep_checkpoints=9', f'--out_dir={tmp_path}/run']
-    job = Job('train_parallel.py', keys, 4, tmp_path / 'log', {'kind': 'nan', 'rank': 3, 'step': 3})
-    assert job.wait() == [0] * 4, job.text()
-    assert re.search('WARNING: gradient .*ranks 0, 1, 2, 3 .*step 3: .*skipped', job.text())
-    before, after, later = (tensors_of(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    assert not all(torch.equal(after[key], later[key]) for key in before)
-    assert column(tmp_path / 'run', 'skipped') == [1, 1]
-
-
-@pytest.mark.slow
-def test_after_a_kill_and_a_signal_and_a_file_stop_the_same_command_goes_on(tmp_path):
-    out_dir = tmp_path / 'run'
-    keys = [*FAULTS, '--max_iters=100000', f'--out_dir={out_dir}']
-    job = Job('train_parallel.py', keys, 4, tmp_path / 'log')
-    job.wait_for(lambda: complete(out_dir))
-    send(job.ranks()[2])
-    codes = job.wait()
-    assert codes[2] == -signal.SIGKILL and not {0, None} & set(codes), job.text()
-    newest = complete(out_dir)[-1]
-    job = Job('train_parallel.py', keys, 4, tmp_path / 'log')
-    job.wait_for(lambda: last_step(out_dir) > newest + 2)
-    send(job.ranks()[3], signal.SIGTERM)
-    assert job.wait() == [143, 0, 0, 0], job.text()
-    stopped = int((out_dir / 'PREEMPTED').read_text())
-    assert f'at step {newest}\n' in job.text() and complete(out_dir)[-1] == stopped == last_step(out_dir)
-    job = Job('train_parallel.py', [*keys, '--context_parallel=4'], 4, tmp_path / 'log')
-    job.wait_for(lambda: last_step(out_dir) > stopped)
-    (out_dir / 'STOP').touch()
-    assert job.wait() == [0] * 4, job.text()
-    assert complete(out_dir)[-1] == int((out_dir / 'PREEMPTED').read_text()) == last_step(out_dir) > stopped
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

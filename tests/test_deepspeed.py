@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import REPO, TINY_MODEL, TINY_RUN, Job, run_many, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, Job, fork_script, run_many, run_script
 from layouts import layout_of
-from outputs import column, metrics
+from outputs import checkpoint_of, column, metrics, weights_of
 from precision import apart
 from pretrained import save_model, write_chats
 from short import slow_but
@@ -110,7 +110,7 @@ def runs(tmp_path_factory, data_dir, has_slow_tests):
     (folder / 'small_scale.json').write_text(json.dumps({'fp16': {'initial_scale_power': 10}}))
     model = save_model(folder / 'model', 'llama')
     write_chats(folder / 'chats.jsonl')
-    run_script('prepare_data.py', f'--dataset={folder}/chats.jsonl', '--name=chats', f'--tokenizer={model}',
+    fork_script('prepare_data.py', f'--dataset={folder}/chats.jsonl', '--name=chats', f'--tokenizer={model}',
                f'--data_dir={folder}', '--val_fraction=0.2', '--num_proc=1')  # fmt: skip
     chats = ['--lora_rank=0', '--learning_rate=0.001', '--dataset=chats', f'--data_dir={folder}']
 
@@ -170,10 +170,6 @@ def assert_equal(out_dir, expected, tolerance):
     assert [row['step'] for row in metrics(out_dir) if 'loss' in row] == list(range(1, STEPS + 1))
 
 
-def weights_of(out_dir, step):
-    return checkpoint.load_weights(f'{out_dir}/checkpoints/step_{step:08}')[0]
-
-
 @needs_deepspeed
 @pytest.mark.parametrize(
     'name', slow_but(SHORT, ['stage1', 'stage2', 'stage3', 'three1', 'three2', 'three3', 'offload_1', 'offload_3'])
@@ -203,7 +199,7 @@ def test_in_fp16_the_loss_scale_is_the_engines_and_goes_into_checkpoints(runs, s
     assert_equal(out_dir, runs / 'single', 2e-2)
     assert column(out_dir, 'loss') != column(runs / 'single', 'loss') and 'skipped' not in metrics(out_dir)[-1]
     for step in (3, STEPS):
-        assert checkpoint.read_state(out_dir / f'checkpoints/step_{step:08}')['scaler']['scale'] == 1024
+        assert checkpoint.read_state(checkpoint_of(out_dir, step))['scaler']['scale'] == 1024
 
 
 @pytest.mark.slow

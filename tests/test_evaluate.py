@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_forked, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, environment, fork_script, run_forked, run_script
 from precision import MARGIN, apart, error, gap_of_choice, likeliest
 from pretrained import POSITIONS, save_model
 from short import slow_but
@@ -75,7 +75,7 @@ def models(data_dir, tmp_path_factory):
     (folder / 'with_bos' / 'tokenizer_config.json').write_text(json.dumps(settings))
     run = [*TINY_MODEL, *TINY_RUN, '--arch=enoki', '--dataset=tiny', '--max_iters=3', f'--data_dir={data_dir}']
     run_forked('train_ddp.py', *run, f'--out_dir={folder / "run"}', log=folder / 'train.log')
-    run_script('export_model.py', f'--out_dir={folder / "run"}', f'--to={folder / "native"}')
+    fork_script('export_model.py', f'--out_dir={folder / "run"}', f'--to={folder / "native"}')
     found['native'] = (folder / 'run', folder / 'native')
     return found
 

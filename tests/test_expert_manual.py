@@ -20,7 +20,7 @@ import torch.distributed as dist
 from experts import first_weights, model_of
 from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many
 from layouts import layout_of
-from outputs import column, complete, tensors_of
+from outputs import as_of_step, checkpoint_of, column, tensors_of
 from precision import MARGIN, TIMES, error, in_float64, times_further
 from short import slow_but
 
@@ -207,23 +207,14 @@ def replicas(data, tmp_path_factory, has_slow_tests):
     moved = {name: pair for name, pair in MOVED.items() if has_slow_tests or name in SHORT_INSIDE}
     for name, (before, _) in moved.items():
         if before == 'one':
-            back_to_the_middle(folder / before, folder / name)
+            as_of_step(MIDDLE, folder / before, folder / name)
     layouts = {name: layout for name, (before, layout) in moved.items() if before == 'one'}
     run({name: name for name in wanted} | layouts, 4)
     for name, (before, layout) in moved.items():
         if before != 'one':
-            back_to_the_middle(folder / before, folder / name)
+            as_of_step(MIDDLE, folder / before, folder / name)
             run({name: layout}, 2)
     return folder, held['float64']['gap']
-
-
-def back_to_the_middle(out_dir, copy):
-    """A copy of a run as it was after MIDDLE steps."""
-    shutil.copytree(out_dir, copy)
-    (copy / 'DONE').unlink()
-    for step in complete(copy):
-        if step > MIDDLE:
-            shutil.rmtree(copy / 'checkpoints' / f'step_{step:08}')
 
 
 KINDS = {  # what a checkpoint holds, by patterns of its keys
@@ -237,7 +228,7 @@ KINDS = {  # what a checkpoint holds, by patterns of its keys
 
 def by_kind(out_dir, step):
     """{kind: all its numbers in one vector}."""
-    tensors = tensors_of(out_dir / 'checkpoints' / f'step_{step:08}')
+    tensors = tensors_of(checkpoint_of(out_dir, step))
     keys = {kind: sorted(key for key in tensors if re.fullmatch(form, key)) for kind, form in KINDS.items()}
     others = tensors.keys() - {*itertools.chain(*keys.values())}
     assert all(re.fullmatch(r'(replica1\.)?optim\..*step|model\..*load', key) for key in others)

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,17 @@ from pathlib import Path
 import pytest
 import tiktoken
 import torch
-from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, run_many, run_script, start_and_stop_behind
+from launch import (
+    REPO,
+    SHARED,
+    TINY_MODEL,
+    TINY_RUN,
+    environment,
+    fork_script,
+    run_many,
+    run_script,
+    start_and_stop_behind,
+)
 from precision import MARGIN, apart, error, gap_of_text
 from safetensors import safe_open
 from tokenizers import Tokenizer
@@ -65,16 +74,12 @@ def runs(data_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def export(runs, tmp_path, monkeypatch, capsys):
+def export(runs, tmp_path, run_here):
     """export(run, *arguments): runs export_model.py itself, in this process; returns (folder, what it printed)."""
-    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # the script installs its own: put this one back afterwards
-    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
 
     def run(name, *arguments):
         folder = tmp_path / 'exports' / name
-        monkeypatch.setattr(sys, 'argv', ['', f'--out_dir={runs / name}', f'--to={folder}', *arguments])
-        runpy.run_path(str(REPO / 'export_model.py'), run_name='__main__')
-        return folder, capsys.readouterr().out
+        return folder, run_here('export_model.py', f'--out_dir={runs / name}', f'--to={folder}', *arguments)[0]
 
     return run
 
@@ -328,7 +333,7 @@ def test_killed_in_the_middle_it_leaves_no_folder_of_that_name_and_can_be_repeat
     process.kill()
     process.wait()
     assert [path.name for path in tmp_path.iterdir()] == ['model.tmp']
-    run_script('export_model.py', f'--out_dir={runs / "enoki"}', f'--to={tmp_path / "model"}')
+    fork_script('export_model.py', f'--out_dir={runs / "enoki"}', f'--to={tmp_path / "model"}')
     assert [path.name for path in tmp_path.iterdir()] == ['model']
     assert loaded(tmp_path / 'model').num_parameters() > 0
 

@@ -17,7 +17,7 @@ SCRIPTS |= {'evaluate.py', 'report.py'}
 LESSONS = {f'{name}_manual.py' for name in ('fsdp', 'context', 'tensor', 'expert', 'pipeline')}
 LESSONS |= {'diloco.py', 'deepspeed_engine.py', 'float8.py'}
 FSDP = {'fsdp.py'}  # it chooses between torch's and fsdp_manual.py
-SHARED = {'data.py'}
+SHARED = {'data.py', 'logprobs.py'}
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
 # Two files lie higher than the rest of their room: one measures replicas, one shows what a run would read.
 FLOORS = [
@@ -114,7 +114,8 @@ def places(pattern):
 
 def test_what_several_files_need_stands_once():
     assert places(r'^ *def ranks_in_words\b') == {'system/processes.py': 1}
-    assert set(places(r'\beval_batches\(')) == {'data.py', 'evaluation/validation.py'}  # val_loss
+    # val_loss, and what pairs are compared with
+    assert set(places(r'\beval_batches\(')) == {'data.py', 'evaluation/validation.py', 'runtime/reference.py'}
     assert places(r'^PHASES = ') == {'runtime/__init__.py': 1}
     assert places(r'^ *def sha256_of\b') == {'system/files.py': 1}
     # A loop that reads a file into a digest. pool/store.py reads a file into memory that it uses again.

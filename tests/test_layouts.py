@@ -9,14 +9,12 @@ matrix of fewer layouts: two for each number of ranks, which together have every
 """
 
 import itertools
-import runpy
-import sys
 
 import pytest
 import torch
 from experts import first_weights
-from launch import REPO, TINY_MODEL, TINY_RUN, run_many
-from outputs import column, metrics, tensors_of
+from launch import TINY_MODEL, TINY_RUN, run_many
+from outputs import checkpoint_of, column, metrics, tensors_of
 from precision import MARGIN, apart, assert_same_run
 from short import slow_but
 
@@ -62,10 +60,6 @@ EXPERTS += ['--tie_embeddings=False', '--learning_rate=1e-3']  # with first_weig
 FAMILIES = {'dense': (ALL, RUN), 'experts': (MIXTURES, EXPERTS)}
 FAMILIES |= {name: (MIXTURES, [*EXPERTS, f'--optimizer_dtype={name}']) for name in ('bfloat16', 'int8')}
 IN_FP32 = ['dense', 'experts']
-
-
-def path_of(folder, step):
-    return folder / 'checkpoints' / f'step_{step:08}'
 
 
 def is_of_replicas(name):
@@ -115,7 +109,7 @@ def runs(data_dir, tmp_path_factory, family, layouts):
         return {'name': f'{out} {name} {steps}', 'script': found[name][1], 'arguments': keys, **start, **options}
 
     def copies(reader):
-        first = {name: path_of(folder / run_of(name), steps_of(layouts, name)[0]) for name in layouts}
+        first = {name: checkpoint_of(folder / run_of(name), steps_of(layouts, name)[0]) for name in layouts}
         return {str(path): str(folder / f'{name} to {reader}') for name, path in first.items()}
 
     there, back = [], []
@@ -167,14 +161,14 @@ def as_read_by(reader, written):
 def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, layouts):
     for writer in layouts:
         step = steps_of(layouts, writer)[0]
-        path = path_of(runs / run_of(writer), step)
+        path = checkpoint_of(runs / run_of(writer), step)
         written, state = tensors_of(path), checkpoint.read_state(path)
         slots = {'model': 0, 'exp_avg': 0, 'exp_avg_sq': 0, 'step': 0}
         for key in [key for key in as_read_by('one process', written) if not key.endswith('router.load')]:
             slots['model' if key.startswith('model.') else key.rpartition('.')[2]] += 1
         assert len(set(slots.values())) == 1 and slots['model'] >= 20, slots
         for reader in layouts:
-            path = path_of(runs / f'{writer} to {reader}', step)
+            path = checkpoint_of(runs / f'{writer} to {reader}', step)
             again, expected = tensors_of(path), as_read_by(reader, written)
             assert again.keys() == expected.keys()
             for key, tensor in expected.items():
@@ -186,7 +180,7 @@ def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit
 def test_before_each_other_save_the_weights_were_others(runs, layouts):
     """Otherwise the test above could not fail."""
     _, last = steps_of(layouts, 'one process')
-    steps = [tensors_of(path_of(runs / 'changes', step)) for step in range(1, last + 1)]
+    steps = [tensors_of(checkpoint_of(runs / 'changes', step)) for step in range(1, last + 1)]
     for before, after in itertools.pairwise(steps):
         same = [key for key in before if torch.equal(before[key], after[key])]
         assert same == [], same
@@ -198,21 +192,13 @@ EXPORTED = [('dense', 'cp 2'), ('dense', 'pp 2, 2 chunks'), ('dense', 'dp 2 x pp
 @pytest.mark.parametrize(
     ('family', 'layout'), slow_but([*SHORT, *MIXTURES], EXPORTED, lambda *case: case[1]), indirect=['family']
 )
-def test_exports_and_samples_are_those_of_one_process(runs, data_dir, tmp_path, monkeypatch, capsys, layout):
-    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # scripts install their own: put this one back afterwards
-    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
-
-    def run(script, *arguments):
-        monkeypatch.setattr(sys, 'argv', [script, f'--data_dir={data_dir}', *arguments])
-        runpy.run_path(str(REPO / script), run_name='__main__')
-        return capsys.readouterr().out
-
+def test_exports_and_samples_are_those_of_one_process(runs, data_dir, tmp_path, run_here, layout):
     samples, files = [], []
+    keys = ['--device=cpu', '--dtype=float32', '--num_samples=1', '--max_new_tokens=20', '--prompt=def ']
     for name in ('one process', layout):
         out_dir = runs / f'one process to {name}'
-        run('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / name}')
+        run_here('export_model.py', f'--data_dir={data_dir}', f'--out_dir={out_dir}', f'--to={tmp_path / name}')
         files.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-        keys = ['--device=cpu', '--dtype=float32', '--num_samples=1', '--max_new_tokens=20', '--prompt=def ']
-        samples.append(run('sample.py', f'--out_dir={out_dir}', *keys))
+        samples.append(run_here('sample.py', f'--data_dir={data_dir}', f'--out_dir={out_dir}', *keys)[0])
     assert files[0] == files[1] and 'model.safetensors' in files[0]
     assert samples[0] == samples[1] and len(samples[0]) > 20

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import transformers
-from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_script
+from launch import TINY_MODEL, TINY_RUN, Job, fork_script, run_forked
 from outputs import column
 from precision import apart, error
 from pretrained import POSITIONS, save_model
@@ -145,17 +145,18 @@ def test_its_config_extends_a_run_on_two_ranks_that_share_each_sequence(runs, da
 @pytest.mark.slow
 def test_samples_and_scores_of_an_extended_run(runs, data_dir, tmp_path):
     options = [f'--out_dir={runs}/yarn', '--device=cpu', '--dtype=float32']
-    said = run_script('sample.py', *options, '--prompt=def ', '--num_samples=1', f'--max_new_tokens={3 * SHORT}').stdout
+    writing = ['--prompt=def ', '--num_samples=1', f'--max_new_tokens={3 * SHORT}']
+    said = fork_script('sample.py', *options, *writing)[0].stdout
     assert len(said) > SHORT
     (tmp_path / 'text.jsonl').write_text(json.dumps({'text': 'import os\n' * 20}) + '\n')
-    said = run_script('evaluate.py', *options, f'--tasks={tmp_path}/text.jsonl', f'--results={tmp_path}/r').stdout
+    said = fork_script('evaluate.py', *options, f'--tasks={tmp_path}/text.jsonl', f'--results={tmp_path}/r')[0].stdout
     assert f'{4 * SHORT} tokens' in said and 'bits_per_byte' in said
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_an_export_keeps_yarn_and_is_trained_on_with_it(runs, data_dir, tmp_path):
-    run_script('export_model.py', f'--out_dir={runs}/yarn', f'--to={tmp_path}/exported')
+    fork_script('export_model.py', f'--out_dir={runs}/yarn', f'--to={tmp_path}/exported')
     keys = json.loads((tmp_path / 'exported/config.json').read_text())
     assert keys['max_position_embeddings'] == 4 * SHORT
     expected = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': SHORT, 'rope_theta': 1e4}
@@ -198,7 +199,7 @@ def test_a_fine_tuned_model_keeps_its_longer_context(tmp_path):
     for name, key in {'yarn': '--yarn=2', 'theta': '--rope_theta=50000'}.items():
         out = tmp_path / name
         run_forked('train_fsdp.py', *keys, key, f'--out_dir={out}', log=tmp_path / f'{name}.log')
-        run_script('export_model.py', f'--out_dir={out}', f'--to={tmp_path}/{name}_exported')
+        fork_script('export_model.py', f'--out_dir={out}', f'--to={tmp_path}/{name}_exported')
         saved = json.loads((tmp_path / f'{name}_exported/config.json').read_text())
         assert saved['max_position_embeddings'] == 2 * POSITIONS
         assert saved['rope_parameters']['rope_type'] == ('yarn' if name == 'yarn' else 'default')

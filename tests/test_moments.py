@@ -13,7 +13,7 @@ import pytest
 import torch
 from equations import KEYS, RATES, piece, reference
 from launch import TINY_MODEL, TINY_RUN, refusals, run_forked, run_function, run_many
-from outputs import column, metrics, tensors_of
+from outputs import checkpoint_of, column, metrics, tensors_of
 from precision import EPS, FLOOR, TIMES, apart, assert_same_run, error
 from short import slow_but
 from torch import nn
@@ -488,13 +488,13 @@ def load_and_save_again(folder, cases, step, world_size, as_dtypes=()):
         path = f'{folder}/{name} {dtype} 2'
         for rests_in in (dtype, *as_dtypes):
             model, optimizer = build(name, rests_in, empty, layout(world_size))
-            checkpoint.load(f'{path}/checkpoints/step_{step:08}', model, optimizer)
+            checkpoint.load(checkpoint_of(path, step), model, optimizer)
             path = f'{folder}/{name} {dtype} again as {rests_in} on {world_size}'
             save(path, step, model, optimizer, async_save=rests_in == 'int8')
 
 
 def saved(folder, case, suffix, step):
-    return tensors_of(f'{folder}/{" ".join(case)} {suffix}/checkpoints/step_{step:08}')
+    return tensors_of(checkpoint_of(f'{folder}/{" ".join(case)} {suffix}', step))
 
 
 ON_RANKS = [('adamw', 'int8'), ('dana-star-mk4', 'bfloat16'), ('ademamix', 'int8')]
@@ -569,10 +569,6 @@ def case(data_dir, folder, name, *more, steps=WHOLE, **options):
     return {'name': name, 'script': script, 'arguments': keys, **options}
 
 
-def checkpoint_of(folder, name, step=WHOLE):
-    return str(folder / name / 'checkpoints' / f'step_{step:08}')
-
-
 class Runs:
     """Runs of 12 steps, and runs that were interrupted after 6. Each has a name and is started once."""
 
@@ -611,7 +607,7 @@ def test_a_resumed_run_is_the_same_run_and_on_other_ranks_as_close_as_in_fp32(ru
     others = [f'{way} {dtype} on {ranks} of {way}' for ranks in (1, 3)]
     runs.start([whole])
     runs.resume(whole, [again, *others])
-    ours, theirs = (tensors_of(checkpoint_of(runs.folder, name)) for name in (again, whole))
+    ours, theirs = (tensors_of(checkpoint_of(runs.folder / name, WHOLE)) for name in (again, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
     losses = column(runs.folder / whole, 'loss')
     assert column(runs.folder / again, 'loss') == losses and len(losses) == WHOLE
@@ -625,7 +621,7 @@ HELD = [f'{way} {dtype} on {ranks}' for way, dtype in RESUMED for ranks in (1, 2
 @pytest.mark.parametrize('name', slow_but(['manual int8 on 2'], HELD))
 def test_a_rank_holds_what_is_planned(runs, name):
     runs.start([name])
-    config = checkpoint.read_state(checkpoint_of(runs.folder, name))['config']
+    config = checkpoint.read_state(checkpoint_of(runs.folder / name, WHOLE))['config']
     strategy = 'ddp' if name.startswith('ddp') else 'fsdp'
     planned = memory.memory_bytes(config, sizes.empty_model(config), int(name.split()[3]), strategy)
     assert runs.held[name]['optimizer_bytes'] == planned['optimizer']
@@ -640,9 +636,9 @@ def test_moments_on_the_host_are_the_same_to_the_bit(runs, dtype):
     whole, again = f'offload {dtype} on 2', f'offload {dtype} on 2 again'
     runs.start([f'fsdp {dtype} on 2', whole])
     runs.resume(f'fsdp {dtype} on 2', [again])
-    expected = tensors_of(checkpoint_of(runs.folder, f'fsdp {dtype} on 2'))
+    expected = tensors_of(checkpoint_of(runs.folder / f'fsdp {dtype} on 2', WHOLE))
     for name in (whole, again):
-        found = tensors_of(checkpoint_of(runs.folder, name))
+        found = tensors_of(checkpoint_of(runs.folder / name, WHOLE))
         assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected), name
 
 
@@ -654,11 +650,11 @@ READERS += ['pipeline int8 on 2', 'tensor float32 on 2', 'fsdp float32 on 2']
 def test_what_int8_has_saved_every_layout_and_float32_load_and_save_again_bit_for_bit(runs):
     saved = 'fsdp int8 on 2'
     runs.start([f'{saved} half'], steps=HALF)
-    path = checkpoint_of(runs.folder, f'{saved} half', HALF)
+    path = checkpoint_of(runs.folder / f'{saved} half', HALF)
     written = tensors_of(path)
     runs.start([f'{name} reads' for name in READERS], steps=2, save_again=[path])
     for name in READERS:
-        again = tensors_of(checkpoint_of(runs.folder, f'{name} reads again', HALF))
+        again = tensors_of(checkpoint_of(runs.folder / f'{name} reads again', HALF))
         assert all(torch.equal(again[key], tensor) for key, tensor in written.items()), name
 
 
@@ -667,7 +663,7 @@ def test_replicas_of_diloco_resume_with_moments_of_their_own(runs):
     whole = 'diloco int8 on 2'
     runs.start([whole])
     runs.resume(whole, [f'{whole} again'])
-    ours, theirs = (tensors_of(checkpoint_of(runs.folder, name)) for name in (f'{whole} again', whole))
+    ours, theirs = (tensors_of(checkpoint_of(runs.folder / name, WHOLE)) for name in (f'{whole} again', whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
     first, second = ({k for k in ours if k.startswith(f'{key}.')} for key in ('optim', 'replica1.optim'))
     assert len(first) == len(second) > 0
@@ -681,8 +677,9 @@ def test_a_job_of_a_pool_trains_and_saves_as_a_replica_of_diloco(runs, tmp_path)
     runs.start(['diloco int8 on 1'], '--num_replicas=1')
     ours, theirs = (column(folder, 'loss') for folder in (tmp_path / 'job', runs.folder / 'diloco int8 on 1'))
     assert_same_run(ours, theirs)
-    ours = tensors_of(checkpoint_of(tmp_path, 'job'))
-    assert ours.keys() >= {key for key in tensors_of(checkpoint_of(runs.folder, 'diloco int8 on 1')) if 'optim' in key}
+    ours = tensors_of(checkpoint_of(tmp_path / 'job', WHOLE))
+    theirs = tensors_of(checkpoint_of(runs.folder / 'diloco int8 on 1', WHOLE))
+    assert ours.keys() >= {key for key in theirs if 'optim' in key}
 
 
 @pytest.mark.slow

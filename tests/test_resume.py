@@ -5,10 +5,9 @@ import re
 import shutil
 
 import pytest
-import torch
 from faults import send
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_many
-from outputs import column, metrics
+from outputs import as_of_step, assert_same_weights, checkpoint_of, column, metrics
 from precision import assert_same_run
 from short import slow_but
 
@@ -48,16 +47,6 @@ def case(strategy, data_dir, out_dir, *more):
     return {'name': out_dir.name, 'script': script, 'arguments': keys}
 
 
-def final_weights(out_dir, step=20):
-    return checkpoint.load_weights(str(out_dir / 'checkpoints' / f'step_{step:08}'))[0]
-
-
-def assert_bit_equal(weights, reference):
-    assert weights.keys() == reference.keys()
-    for name in reference:
-        assert torch.equal(weights[name], reference[name]), name
-
-
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, data_dir, has_slow_tests):
     """Uninterrupted runs of 20 steps with a checkpoint at 10: DDP and FSDP on two ranks, plain and with NOISY."""
@@ -73,11 +62,7 @@ def runs(tmp_path_factory, data_dir, has_slow_tests):
 
 def interrupted_copy(runs, name, copy):
     """A copy of a finished run as a kill at step 17 would have left it, when step 10 had been saved."""
-    shutil.copytree(runs / name, runs / copy)
-    shutil.rmtree(runs / copy / 'checkpoints' / 'step_00000020')
-    (runs / copy / 'DONE').unlink()
-    rows = (runs / copy / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    (runs / copy / 'metrics.jsonl').write_text(''.join(rows[:17]) + rows[17][:20])  # the last line torn
+    as_of_step(10, runs / name, runs / copy, rows=17)
 
 
 def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(runs, data_dir, has_slow_tests):
@@ -107,12 +92,10 @@ def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(ru
         run_many(of_ranks, nproc, runs)
 
     for saved in repeated:
-        assert_bit_equal(final_weights(runs / f'{saved}_again'), final_weights(runs / saved))
+        assert_same_weights(runs / f'{saved}_again', runs / saved, 20)
         assert column(runs / f'{saved}_again', 'loss') == column(runs / saved, 'loss')  # each step has one row
         assert column(runs / f'{saved}_again', 'step') == list(range(1, 21))
-        again, whole = (
-            checkpoint.read_state(runs / name / 'checkpoints' / 'step_00000020') for name in (f'{saved}_again', saved)
-        )
+        again, whole = (checkpoint.read_state(checkpoint_of(runs / name, 20)) for name in (f'{saved}_again', saved))
         assert again['scaler'] == whole['scaler'] and bool(whole['scaler']) == ('noisy' in saved)
     for name, saved in others.items():
         assert_same_run(column(runs / name, 'loss'), column(runs / saved, 'loss'), name)
@@ -135,7 +118,7 @@ def test_1_and_4_ranks_resume_bit_equal_and_4_go_on_with_what_1_saved(runs, data
                 cases.append(case(strategy, data_dir, other, *more))
         run_many(cases, nproc, runs)
         for strategy, (whole, halves, other) in runs_of.items():
-            assert_bit_equal(final_weights(halves), final_weights(whole))
+            assert_same_weights(halves, whole, 20)
             assert column(halves, 'loss') == column(whole, 'loss') and len(column(halves, 'loss')) == 20
             if nproc != 1:
                 assert_same_run(column(other, 'loss'), column(runs / f'{strategy}_whole_1', 'loss'), strategy)
@@ -157,13 +140,13 @@ def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir)
     out_dir = runs / 'killed'
     keys = arguments(data_dir, out_dir, '--max_iters=20')
     hang = {'kind': 'hang', 'rank': 0, 'step': 3 * 15}  # 3 micro-steps per step; it cannot end before it is killed
-    job = Job('train_ddp.py', keys, 2, runs / 'killed.log', fault=hang, torchrun=True)
+    job = Job('train_ddp.py', keys, 2, runs / 'killed.log', fault=hang)
     job.wait_for((out_dir / 'checkpoints' / 'step_00000010').exists)
-    send(job.pid)  # torchrun: its ranks end with it
+    send(job.pid)  # the launcher: its ranks end with it
     job.wait()
     said = run_forked('train_ddp.py', *keys, nproc=2, log=runs / 'again.log')
     assert 'resuming' in said
-    assert_bit_equal(final_weights(out_dir), final_weights(runs / 'ddp'))
+    assert_same_weights(out_dir, runs / 'ddp', 20)
     assert column(out_dir, 'step') == list(range(1, 21))
 
 
@@ -209,4 +192,4 @@ def test_a_file_named_stop_ends_a_run_on_all_ranks_with_nothing_lost(runs, data_
     second = run_forked(script, *keys, nproc=2, log=runs / 'second.log')
     assert 'starting from scratch' in second and (out_dir / 'DONE').exists()
     assert not (out_dir / 'PREEMPTED').exists()
-    assert_bit_equal(final_weights(out_dir), final_weights(runs / 'manual'))
+    assert_same_weights(out_dir, runs / 'manual', 20)

@@ -2,15 +2,13 @@
 the generation behind it on tiny models of both kinds. test_export_finetuned.py samples fine-tuned runs."""
 
 import json
-import runpy
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 from chats import LEARNED, encoder_of, make_tokenizer
-from launch import REPO, TINY_MODEL, TINY_RUN, command_of, environment, run_forked, run_script
+from launch import TINY_MODEL, TINY_RUN, command_of, environment, fork_script, run_forked, run_script
 from precision import MARGIN, gap_of_text, likeliest
 from pretrained import CHATML, HYBRID, MODELS, MORE_MODELS, save_model
 from tokenizers import processors
@@ -39,18 +37,14 @@ def runs(data_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def start(monkeypatch, capsys):
+def start(run_here):
     """start(*arguments): runs sample.py itself, in this process, and returns (text, notes)."""
-    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # sample.py installs its own: put this one back afterwards
-    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
 
     def run(*arguments):
-        monkeypatch.setattr(sys, 'argv', ['sample.py', '--device=cpu', '--dtype=float32', *map(str, arguments)])
         torch.backends.cuda.enable_cudnn_sdp(True)
-        runpy.run_path(str(REPO / 'sample.py'), run_name='__main__')
+        said = run_here('sample.py', '--device=cpu', '--dtype=float32', *arguments)
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # cuDNN would make a plan for every new length
-        captured = capsys.readouterr()
-        return captured.out, captured.err
+        return said
 
     return run
 
@@ -148,7 +142,7 @@ def test_random_draws_do_not_depend_on_what_is_in_a_batch(runs, sample, tmp_path
 
 @pytest.mark.parametrize('name', ['ddp', 'enoki'])
 def test_what_export_model_wrote_says_what_the_run_says(name, runs, sample, start, tmp_path):
-    run_script('export_model.py', f'--out_dir={runs / name}', f'--to={tmp_path / "model"}')
+    fork_script('export_model.py', f'--out_dir={runs / name}', f'--to={tmp_path / "model"}')
     is_own = json.loads((tmp_path / 'model' / 'config.json').read_text())['model_type'] == 'native_gpt'
     assert is_own == (name == 'enoki')
     options = ['--prompt=import os', '--max_new_tokens=20', '--temperature=0', '--num_samples=1']

@@ -8,7 +8,6 @@ import sys
 import pytest
 from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_script
 from outputs import column
-from short import slow_but
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 TINY = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--global_batch_size=4']
@@ -53,9 +52,8 @@ def test_plot_it(out_dir, tmp_path):
     assert (tmp_path / 'loss.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
 
 
-@pytest.mark.parametrize(
-    'script, nproc', slow_but(['train_fsdp.py'], [('train_ddp.py', None), ('train_ddp.py', 2), ('train_fsdp.py', 2)])
-)
+@pytest.mark.slow  # in one process test_bug_report.py runs it, too
+@pytest.mark.parametrize('script, nproc', [('train_ddp.py', None), ('train_ddp.py', 2), ('train_fsdp.py', 2)])
 def test_sanity_check_needs_no_data_and_leaves_one_checkpoint(script, nproc, tmp_path):
     run_script(script, 'config/sanity_check.py', '--device=cpu', f'--out_dir={tmp_path}', nproc=nproc)
     assert [path.name for path in (tmp_path / 'checkpoints').iterdir()] == ['step_00000001']
@@ -83,12 +81,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     'script', sorted({*(path.name for path in REPO.glob('train_*.py')), 'prepare_data.py', 'sample.py'})
 )
-def test_help_comes_at_once_since_it_imports_nothing_large(script):
+def test_help_comes_at_once_since_it_imports_nothing_large_and_explains_every_key(script):
     command = [sys.executable, '-X', 'importtime', script, '--help']
     result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
     imported = {line.split('|')[-1].strip().split('.')[0] for line in result.stderr.splitlines()}
     assert '--seed' in result.stdout and 'configurator' in imported
     assert not imported & {'torch', 'numpy', 'transformers', 'datasets', 'pyarrow'} and len(imported) < 200
+    if script in TRAIN_SCRIPTS:
+        keys = [re.split(' {2,}', line.strip()) for line in result.stdout.splitlines() if line.startswith('  --')]
+        assert len(keys) > 40 and all(len(words) == 3 for words in keys), 'a key without a comment'
+        assert {'--out_dir', '--batch_size', '--seed'} <= {words[0].split('=')[0] for words in keys}
 
 
 @pytest.mark.slow

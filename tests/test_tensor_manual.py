@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from launch import TINY_MODEL, TINY_RUN, TINY_SYNTHETIC, Job, refusals, run_function, run_many
 from layouts import layout_of
-from outputs import column
+from outputs import column, weights_of
 from precision import TIMES, apart, assert_same_run, error, in_float64, times_further
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -474,7 +474,7 @@ def test_the_script_logs_what_one_process_logs_and_a_checkpoint_changes_script_a
             assert ours == theirs
         else:
             assert_same_run(ours, theirs, key, every=3 if key == 'val_loss' else 1)
-    weights = [checkpoint.load_weights(f'{tmp_path}/{n}/checkpoints/step_00000009')[0] for n in (1, 2)]
+    weights = [weights_of(tmp_path / str(n), 9) for n in (1, 2)]
     assert weights[0].keys() == weights[1].keys()  # in one process, as sample.py reads them
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=1e-4)
@@ -486,9 +486,7 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     job = Job('train_parallel.py', keys, 2, tmp_path / 'log', {'kind': 'nan', 'rank': 1, 'step': 3})
     assert job.wait() == [0, 0], job.text()
     assert re.search('WARNING: gradient .*ranks 0, 1 .*step 3: .*skipped', job.text())  # the norm is that of all ranks
-    before, after, later = (
-        checkpoint.load_weights(f'{tmp_path}/run/checkpoints/step_0000000{step}')[0] for step in (2, 3, 4)
-    )
+    before, after, later = (weights_of(tmp_path / 'run', step) for step in (2, 3, 4))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not all(torch.equal(after[name], later[name]) for name in before)
 

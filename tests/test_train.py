@@ -12,7 +12,7 @@ from short import slow_but
 
 MANUAL = ('--fsdp_impl=manual',)
 BARE = ('--max_iters=3', '--keep_checkpoints=0', '--eval_iters=0', '--trace_step=2', '--checkpoint_interval=1')
-GLOBAL_BATCH = 12  # divides by 1, 2, 3 and 4 ranks
+GLOBAL_BATCH = 12
 
 
 def arguments(data_dir, out_dir, *more):
@@ -343,17 +343,3 @@ def test_collectives_are_those_that_the_option_is_for(two_ranks):
     # HSDP averages each unit's gradient over the replicas. Two shards need a sum for the norm, one shard does not.
     extra = collectives(two_ranks, 'count_hsdp', 'allreduce_') - collectives(two_ranks, 'count_fsdp', 'allreduce_')
     assert extra >= units * steps - steps
-
-
-@pytest.mark.slow
-def test_three_and_four_ranks_with_uneven_shards_agree(runs, data_dir, one_process):
-    for nproc in (3, 4):
-        cases = [
-            case(f'{name}{nproc}', f'train_{name}.py', data_dir, runs, '--batch_size=1') for name in ('ddp', 'fsdp')
-        ]
-        if nproc == 4:
-            hsdp = ('--batch_size=1', '--replicate_size=2')
-            cases.append(case('hsdp2x2', 'train_fsdp.py', data_dir, runs, *hsdp))
-        run_many(cases, nproc, runs)
-        for finished in cases:
-            assert_agree(runs / finished['name'], runs / 'plain')

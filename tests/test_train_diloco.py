@@ -4,15 +4,13 @@ import copy
 import functools
 import math
 import re
-import runpy
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, refusals, run_forked, run_many, run_script
-from outputs import column, metrics
+from outputs import as_of_step, assert_same_weights, checkpoint_of, column, metrics, weights_of
 from precision import apart, assert_same_run
 from prepared import eval_batches, only
 from short import slow_but
@@ -64,19 +62,9 @@ def case(data_dir, out_dir, replicas, *more):
     return {'name': out_dir.name, 'script': 'train_diloco.py', 'arguments': keys}
 
 
-def weights_of(out_dir, step=STEPS):
-    return checkpoint.load_weights(str(out_dir / 'checkpoints' / f'step_{step:08}'))[0]
-
-
 def health(out_dir):
     """The rows of metrics.jsonl that have an outer step."""
     return [row for row in metrics(out_dir) if 'diloco/momentum_norm' in row]
-
-
-def assert_bit_equal(weights, reference):
-    assert weights.keys() == reference.keys()
-    for name in reference:
-        assert torch.equal(weights[name], reference[name]), name
 
 
 def largest_difference(ours, theirs):
@@ -314,14 +302,7 @@ def resumed(runs, data_dir, has_slow_tests):
         name = f'{saved}_{step}' + (f'_{on}' if on else '')
         if not has_slow_tests and name not in RESUMED:
             return None
-        out_dir = runs / name
-        shutil.copytree(runs / saved, out_dir)
-        for path in (out_dir / 'checkpoints').iterdir():
-            if int(path.name[-8:]) > step:
-                shutil.rmtree(path)
-        (out_dir / 'DONE').unlink()
-        rows = (out_dir / 'metrics.jsonl').read_text().splitlines(keepends=True)
-        (out_dir / 'metrics.jsonl').write_text(''.join(rows[: step + 3]) + rows[step + 3][:20])  # the last line torn
+        out_dir = as_of_step(step, runs / saved, runs / name, rows=step + 3)
         if script == 'train_diloco.py':
             return case(data_dir, out_dir, replicas, *more)
         return {'name': name, 'script': script, 'arguments': arguments(data_dir, out_dir, *more)}
@@ -432,9 +413,8 @@ def test_training_lowers_the_loss_of_the_outer_parameters(runs):
     assert column(runs / '2x1', 'val_loss')[-1] < column(runs / '2x1', 'val_loss')[0] - 0.3
 
 
-@pytest.mark.parametrize(
-    'name, steps, outer_steps', slow_but(SHORT, [('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3), ('2x1', 22, 4)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name, steps, outer_steps', [('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3)])
 def test_the_last_round_ends_with_the_run_and_no_outer_step_is_empty(runs, data_dir, name, steps, outer_steps):
     assert len(health(runs / name)) == outer_steps
     assert_close_weights(runs / name, ByHand(data_dir, 2).run_to_the_end(steps), steps)
@@ -461,7 +441,7 @@ def test_evaluated_are_the_outer_parameters_and_beside_them_the_replicas(runs, d
 def test_what_was_evaluated_is_what_other_scripts_find(runs, data_dir, tmp_path, name, step, of_weights):
     """At the end, and in the middle of a round, where the oldest fragment of the outer parameters is that of step 2.
     With one replica its slow weights are evaluated, not those that it trains."""
-    shutil.copytree(runs / name / 'checkpoints' / f'step_{step:08}', tmp_path / 'checkpoints' / f'step_{step:08}')
+    shutil.copytree(checkpoint_of(runs / name, step), checkpoint_of(tmp_path, step))
     run_forked('train_ddp.py', *arguments(data_dir, tmp_path, '--eval_only'), log=tmp_path / 'log')
     (row,) = metrics(tmp_path)
     logged = {row['step']: row for row in metrics(runs / name)}[step]
@@ -478,7 +458,7 @@ def test_metrics_hold_every_step_once_in_order(runs):
 @pytest.mark.slow
 def test_options_that_change_no_number_and_those_that_do(runs):
     assert column(runs / 'async', 'loss') == column(runs / '2x1', 'loss')
-    assert_bit_equal(weights_of(runs / 'async'), weights_of(runs / '2x1'))
+    assert_same_weights(runs / 'async', runs / '2x1', STEPS)
     assert 0 < largest_difference(column(runs / 'feedback', 'loss'), column(runs / '2x1', 'loss')) < 1e-2
     assert 0 < largest_difference(column(runs / 'streaming', 'loss'), column(runs / '2x1', 'loss')) < 0.2
 
@@ -515,7 +495,7 @@ def test_an_exchange_sends_what_its_formula_says(runs):
 def test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal(resumed, name, step):
     ours, theirs = resumed / f'{name}_{step}', resumed / name
     assert f'at step {step}\n' in (ours / 'train.log').read_text()
-    assert_bit_equal(weights_of(ours), weights_of(theirs))
+    assert_same_weights(ours, theirs, STEPS)
     assert column(ours, 'step') == list(range(1, STEPS + 1))
     for key in ('loss', 'val_loss', 'diloco/inner_val_loss', 'diloco/momentum_norm'):
         assert column(ours, key) == column(theirs, key), key
@@ -541,7 +521,7 @@ def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(
     check_moved_run(resumed / name, by_hand, [6, 12, 18, 22])
     assert re.search(rf'has {before} replicas: back .* step 6\n', (resumed / name / 'train.log').read_text())
     # As the run went back from step 8, that checkpoint is deleted and step 8 saved anew, unless it is kept for ever.
-    state = checkpoint.read_state(resumed / name / 'checkpoints' / 'step_00000008')
+    state = checkpoint.read_state(checkpoint_of(resumed / name, 8))
     assert state['diloco']['num_replicas'] == (before if is_permanent else after)
 
 
@@ -587,7 +567,7 @@ def test_a_file_named_stop_ends_a_run_with_nothing_lost(resumed):
     assert not list((first / 'checkpoints').iterdir())
     second = resumed / 'stopped'
     assert (second / 'DONE').exists() and not (second / 'PREEMPTED').exists()
-    assert_bit_equal(weights_of(second), weights_of(resumed / '2x1'))
+    assert_same_weights(second, resumed / '2x1', STEPS)
 
 
 @pytest.mark.slow
@@ -601,19 +581,10 @@ def test_rows_are_those_of_logged_steps_and_of_rounds(resumed):
     assert [row['step'] for row in health(out_dir)] == [6, 12, 18, 22]
 
 
-def test_sample_reads_what_replicas_saved(runs, monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # sample.py installs its own: put this one back afterwards
-    keys = [
-        f'--out_dir={runs / "2x2_manual"}',
-        '--device=cpu',
-        '--num_samples=1',
-        '--max_new_tokens=20',
-        '--prompt=def ',
-    ]
-    monkeypatch.setattr(sys, 'argv', ['sample.py', *keys])
-    runpy.run_path(str(REPO / 'sample.py'), run_name='__main__')
-    captured = capsys.readouterr()
-    assert captured.out.startswith('def ') and 'step_00000022' in captured.err
+def test_sample_reads_what_replicas_saved(runs, run_here):
+    keys = ['--device=cpu', '--num_samples=1', '--max_new_tokens=20', '--prompt=def ']
+    text, notes = run_here('sample.py', f'--out_dir={runs / "2x2_manual"}', *keys)
+    assert text.startswith('def ') and 'step_00000022' in notes
 
 
 # --- --verify and --plan ----------------------------------------------------------------------------------------------

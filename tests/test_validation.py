@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import TINY_MODEL, TINY_RUN, run_ranks, run_script, start_and_stop_behind
+from launch import TINY_MODEL, TINY_RUN, fork_script, start_and_stop_behind
 from outputs import column, complete, metrics
 from precision import APART, assert_same_run
 from pretrained import VOCABULARY, save_model, write_chats
@@ -19,14 +19,6 @@ from runtime import checkpoint
 LENGTH, SEQUENCES = 48, 12
 COMMON = [*TINY_RUN, '--batch_size=2', f'--global_batch_size={SEQUENCES}', '--dtype=float32', '--warmup_iters=0']
 COMMON += ['--lr_schedule=constant', '--eval_interval=0', '--log_interval=0']
-
-
-def start(script, *arguments, nproc=1, check=True, **env):
-    """Run a script on nproc ranks. Returns [Ended(returncode, stdout, stderr) of each]."""
-    ranks = run_ranks([[script, *arguments]] * nproc, **env)
-    for rank in ranks if check else ():
-        assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
-    return ranks
 
 
 @pytest.fixture(scope='module')
@@ -44,7 +36,7 @@ def prepared(tmp_path_factory, model):
     write_chats(sources / 'chats.jsonl')
     for name, fraction in (('text', 0.2), ('test', 0), ('chats', 0)):
         keys = [f'--dataset={sources / name}.jsonl', f'--name={name}', f'--data_dir={folder}', f'--tokenizer={model}']
-        run_script('prepare_data.py', *keys, f'--val_fraction={fraction}', '--num_proc=1')
+        fork_script('prepare_data.py', *keys, f'--val_fraction={fraction}', '--num_proc=1')
     return folder
 
 
@@ -98,7 +90,7 @@ def test_a_dataset_of_its_own_is_validated_on_from_step_0(model, prepared, tmp_p
     size = nproc * 4
     keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
     keys += [f'--out_dir={tmp_path}', f'--val_dataset={dataset}', f'--global_batch_size={size}', '--max_iters=2']
-    start(script, *keys, *more, nproc=nproc)
+    fork_script(script, *keys, *more, nproc=nproc)
     first, *_, last = metrics(tmp_path)
     assert first['step'] == first['tokens'] == 0 and 'loss' not in first
     assert first['val_loss'] == pytest.approx(
@@ -116,16 +108,16 @@ def test_a_dataset_of_its_own_is_validated_on_from_step_0(model, prepared, tmp_p
 def test_a_run_that_goes_on_does_not_evaluate_its_start_again_and_one_that_starts_anew_does(model, prepared, tmp_path):
     keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
     keys += [f'--out_dir={tmp_path}', '--checkpoint_interval=1']
-    start('train_ddp.py', *keys, '--eval_only', '--val_dataset=test')
+    fork_script('train_ddp.py', *keys, '--eval_only', '--val_dataset=test')
     (of_test,) = column(tmp_path, 'val_loss')
-    start('train_ddp.py', *keys, '--max_iters=1')
+    fork_script('train_ddp.py', *keys, '--max_iters=1')
     rows = metrics(tmp_path)
     assert [row['step'] for row in rows] == [0, 1]
     assert rows[0]['val_loss'] == pytest.approx(loss_of_folder(model, prepared, 'text', 'val', 24), rel=4 * APART)
     assert abs(rows[0]['val_loss'] - of_test) > 1e-3
-    start('train_ddp.py', *keys, '--max_iters=2')
+    fork_script('train_ddp.py', *keys, '--max_iters=2')
     assert [row['step'] for row in metrics(tmp_path)] == [0, 1, 2] and metrics(tmp_path)[:2] == rows
-    (said,) = start('train_ddp.py', *keys, '--max_iters=9', '--eval_only')
+    (said,) = fork_script('train_ddp.py', *keys, '--max_iters=9', '--eval_only')
     assert ' step 2 | val loss ' in said.stdout and '2/9' not in said.stdout
     assert [row['step'] for row in metrics(tmp_path)] == [0, 1, 2]
 
@@ -137,10 +129,10 @@ def test_weights_of_an_earlier_run_are_evaluated_at_step_0_and_those_from_scratc
     data_dir, tmp_path, script, nproc
 ):
     keys = [*TINY_MODEL, *COMMON, f'--data_dir={data_dir}', '--dataset=tiny', '--max_iters=2']
-    start('train_ddp.py', *keys, f'--out_dir={tmp_path / "first"}')
+    fork_script('train_ddp.py', *keys, f'--out_dir={tmp_path / "first"}')
     assert [row['step'] for row in metrics(tmp_path / 'first')] == [1, 2]
     keys = [*keys, f'--out_dir={tmp_path / "second"}', f'--init_from={tmp_path / "first"}']
-    start(script, *keys, nproc=nproc)
+    fork_script(script, *keys, nproc=nproc)
     losses = column(tmp_path / 'second', 'val_loss')
     assert len(losses) == 2 and losses[0] == pytest.approx(column(tmp_path / 'first', 'val_loss')[-1], rel=4 * APART)
 
@@ -150,7 +142,7 @@ def test_several_datasets_to_validate_on_have_a_loss_each(model, prepared, tmp_p
     """9 windows of each, so that on 3 ranks one has a row less than others, and one no row."""
     keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
     keys += ['--global_batch_size=18', '--eval_iters=1', f'--val_dataset=text:0.75,{other}:0.25']
-    start('train_ddp.py', *keys, f'--windows={windows}', f'--out_dir={tmp_path}', '--eval_only', nproc=nproc)
+    fork_script('train_ddp.py', *keys, f'--windows={windows}', f'--out_dir={tmp_path}', '--eval_only', nproc=nproc)
     (row,) = metrics(tmp_path)
     splits = {'text': 'val', other: 'train'}
     for name, split in splits.items():
@@ -168,9 +160,9 @@ def test_several_datasets_to_validate_on_have_a_loss_each(model, prepared, tmp_p
 def test_a_dataset_to_validate_on_needs_the_same_tokenizer(data_dir, tmp_path):
     (tmp_path / 'text.txt').write_text('some words, and more of them\n' * 100)
     keys = ['--tokenizer=bpe', '--vocab_size=300', f'--data_dir={data_dir}', '--name=other', '--val_fraction=0']
-    run_script('prepare_data.py', f'--dataset={tmp_path / "text.txt"}', *keys)
+    fork_script('prepare_data.py', f'--dataset={tmp_path / "text.txt"}', *keys)
     keys = [*TINY_MODEL, *COMMON, f'--data_dir={data_dir}', '--dataset=tiny', f'--out_dir={tmp_path / "out"}']
-    (ended,) = start('train_ddp.py', *keys, '--val_dataset=other', check=False)
+    (ended,) = fork_script('train_ddp.py', *keys, '--val_dataset=other', check=False)
     assert ended.returncode == 1 and 'val_dataset=other has the tokens of another tokenizer than' in ended.stderr
     assert '--val_fraction=0 --tokenizer=bytes' in ended.stderr
 
@@ -194,7 +186,7 @@ def test_a_run_ends_early_keeps_the_best_and_goes_on_with_more_patience(data_dir
     nproc, (script, *more) = EARLY[name]
     keys = [script, *RISING, *more, f'--data_dir={data_dir}']
     out, whole = tmp_path / 'out', tmp_path / 'whole'
-    start(*keys, f'--out_dir={out}', '--patience=2', nproc=nproc)
+    fork_script(*keys, f'--out_dir={out}', '--patience=2', nproc=nproc)
     evaluated = {row['step']: row for row in metrics(out) if 'val_loss' in row}
     assert list(evaluated) == [2, 4, 6] and [row['best_step'] for row in evaluated.values()] == [2, 2, 2]
     best = min(row['val_loss'] for row in evaluated.values())
@@ -204,17 +196,17 @@ def test_a_run_ends_early_keeps_the_best_and_goes_on_with_more_patience(data_dir
     )
     assert complete(out) == [2, 6] and not (out / 'PREEMPTED').exists()
 
-    start(*keys, f'--out_dir={out}', '--patience=2', nproc=nproc)  # the same command finds it done
+    fork_script(*keys, f'--out_dir={out}', '--patience=2', nproc=nproc)  # the same command finds it done
     assert (out / 'DONE').exists() and len(metrics(out)) == 6
-    start(*keys, f'--out_dir={out}', '--patience=3', nproc=nproc)
+    fork_script(*keys, f'--out_dir={out}', '--patience=3', nproc=nproc)
     assert complete(out) == [2, 8] and (out / 'DONE').read_text().startswith('8 of 40 steps')
-    start(*keys, f'--out_dir={whole}', '--patience=3', nproc=nproc)
+    fork_script(*keys, f'--out_dir={whole}', '--patience=3', nproc=nproc)
     assert_same_run(column(out, 'loss'), column(whole, 'loss'))
     assert column(out, 'best_step') == column(whole, 'best_step') == [2, 2, 2, 2]
 
     read = ['sample.py', '--num_samples=1', '--max_new_tokens=2', '--device=cpu', f'--out_dir={out}']
-    assert f'{out}/checkpoints/step_00000002:' in start(*read, '--step=best')[0].stderr
-    assert f'{out}/checkpoints/step_00000008:' in start(*read)[0].stderr
+    assert f'{out}/checkpoints/step_00000002:' in fork_script(*read, '--step=best')[0].stderr
+    assert f'{out}/checkpoints/step_00000008:' in fork_script(*read)[0].stderr
 
 
 # Here the loss falls from evaluation to evaluation, so each checkpoint is the best one, and the one before is deleted.
@@ -235,25 +227,25 @@ def test_the_best_checkpoint_is_there_whenever_a_run_is_killed(data_dir, tmp_pat
     process.wait()
     path = checkpoint.choose_to_read(str(tmp_path / 'out'), 'best')
     assert path.endswith(f'step_{behind:08}')
-    start(*keys)
+    fork_script(*keys)
     assert column(tmp_path / 'out', 'best_step') == [2, 4, 6, 8] and complete(tmp_path / 'out') == [8]
 
 
 def test_the_start_is_the_best_where_training_makes_it_worse(model, prepared, tmp_path):
     keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
     keys += ['--val_dataset=test', '--eval_interval=1', '--learning_rate=3', '--max_iters=9', f'--out_dir={tmp_path}']
-    start('train_ddp.py', *keys, '--patience=2')
+    fork_script('train_ddp.py', *keys, '--patience=2')
     assert column(tmp_path, 'best_step') == [0, 0, 0] and complete(tmp_path)[0] == 0
     assert complete(tmp_path)[-1] == 2 and (tmp_path / 'DONE').read_text().startswith('2 of 9 steps')
-    start('train_ddp.py', *keys, '--patience=3')
+    fork_script('train_ddp.py', *keys, '--patience=3')
     assert column(tmp_path, 'best_step') == [0, 0, 0, 0] and complete(tmp_path)[0] == 0
 
 
 def test_the_best_of_another_validation_text_does_not_count(data_dir, tmp_path):
     keys = ['train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}']
-    start(*keys, '--max_iters=4')
+    fork_script(*keys, '--max_iters=4')
     assert column(tmp_path, 'best_step') == [2, 4]
-    start(*keys, '--max_iters=8', '--val_dataset=synthetic')  # a loss that is far above those before
+    fork_script(*keys, '--max_iters=8', '--val_dataset=synthetic')  # a loss that is far above those before
     assert column(tmp_path, 'best_step') == [2, 4, 6, 6]
 
 
@@ -267,11 +259,11 @@ def test_the_best_of_another_validation_text_does_not_count(data_dir, tmp_path):
 )
 def test_what_leaves_nothing_to_go_by_is_refused(data_dir, tmp_path, keys, problem):
     keys = ['train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--keep_best=False', *keys]
-    (ended,) = start(*keys, check=False)
+    (ended,) = fork_script(*keys, check=False)
     assert ended.returncode == 1 and problem in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
 def test_a_run_that_has_kept_no_best_checkpoint_says_so(data_dir, tmp_path):
-    start('train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--keep_best=False')
-    (ended,) = start('sample.py', f'--out_dir={tmp_path}', '--step=best', '--device=cpu', check=False)
+    fork_script('train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--keep_best=False')
+    (ended,) = fork_script('sample.py', f'--out_dir={tmp_path}', '--step=best', '--device=cpu', check=False)
     assert ended.returncode == 1 and f'step=best: {tmp_path} has kept none' in ended.stderr

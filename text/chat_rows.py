@@ -4,6 +4,7 @@ Turns rows of instruction data into conversations, whatever their fields are cal
     conversation = conversation_of(row)                                # a row of any known shape, checked: JSON text
     conversation = conversation_of(row, ('problem', 'solution'))       # if the fields have other names
     conversation = question_of(row)                                    # a row to be answered, for sample.py
+    pair = pair_of(row)                                                # a row with a better and a worse answer
     holds_conversation(row)                                            # would it be read as a conversation?
     reason_against_text(row)                                           # why it should not be learned as plain text
 
@@ -36,7 +37,10 @@ TURNS = (('input', 'output'), ('human', 'assistant'), ('user', 'assistant'))  # 
 CONTEXTS = ('input', 'context')  # beside a question: the text that it is about
 SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list: the system message
 CHOICES = ('choices', 'options')  # beside a question that cannot be answered without them
-PREFERENCES = ('chosen', 'rejected')
+PREFERENCES = ('chosen', 'rejected')  # as the fields of a source they say that its rows are pairs
+ASKED = ('prompt', 'question', 'instruction', 'query', 'input')  # beside a pair: what both of its answers answer
+# A conversation as one text, as in Anthropic's HH.
+TRANSCRIPT = re.compile(r'(?:^|\n\n)(Human|Assistant):')
 TREE = ('parent_id', 'role')  # in rows that are single messages (OpenAssistant)
 BESIDE_MESSAGES = (*SYSTEMS, 'tools', 'functions', 'chat_template_kwargs')  # what the template gets with them
 BESIDE = (*CONTEXTS, *CHOICES, *PREFERENCES, 'history', 'label', *BESIDE_MESSAGES)
@@ -52,9 +56,13 @@ RENAME_ROLE = 'rename it to user, or to assistant, whose words are learned'
 AS_TEXT = '--chat=False learns all strings as text'
 NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
 PREFERENCE_PAIRS = (
-    'rows that are preference pairs (chosen and rejected), for which there is no loss here: '
+    'rows that are preference pairs (chosen and rejected): --pairs reads them for train_dpo.py, '
     '--chat_fields=prompt,chosen learns the chosen answers (--chat_fields=chosen, where these are lists of messages), '
     '--chat=False all strings as text'
+)
+ONE_ANSWER = (
+    'rows with a label are single answers: join a good and a bad one to the same prompt to a row of prompt, chosen and '
+    'rejected'
 )
 PARTS_OF_TREES = (
     'rows that are single messages of trees (parent_id, role, text): join each path of a tree to one row of messages, '
@@ -155,6 +163,77 @@ def _in_one_form(messages, row):
     return conversation
 
 
+def pair_of(row):
+    """
+    A row with a chosen and a rejected answer to the same prompt, as the JSON text of {'chosen': conversation,
+    'rejected': conversation}. Both are as from conversation_of(); in each only the messages in which they differ are
+    learned.
+
+    Either chosen and rejected are whole conversations, lists or transcripts ("\n\nHuman: ...\n\nAssistant: ..."), and
+    what both begin with is the prompt, whatever the row's other fields are; or they are answers, texts or messages, to
+    what stands in ASKED or in one of LISTS. Raises ValueError with the reason if the row is no such pair.
+    """
+    if not isinstance(row, dict):
+        raise ValueError('rows that are no JSON objects')
+    row = {name: value for name, value in row.items() if value is not None}
+    if missing := [name for name in PREFERENCES if name not in row]:
+        raise ValueError(ONE_ANSWER if 'label' in row else f'rows without the field {missing[0]!r}')
+    answers = [_answer_in(row[name]) for name in PREFERENCES]
+    prompt = []
+    if all(_role_of(messages[0], ROLES | SUPPORT) == 'assistant' for messages in answers if messages):
+        prompt = _prompt_beside(row)
+    chosen, rejected = (_in_one_form([*prompt, *messages], row) for messages in answers)
+    both = list(zip(chosen['messages'], rejected['messages'], strict=False))
+    common = next((number for number, (one, other) in enumerate(both) if one != other), len(both))
+    if chosen == rejected:
+        raise ValueError('rows whose chosen and rejected answers are the same')
+    for conversation in (chosen, rejected):
+        messages = conversation['messages']
+        for number, message in enumerate(messages):
+            message.pop('weight', None)
+            if number < common and message['role'] == 'assistant':
+                message['weight'] = 0
+        learned = [number for number in range(common, len(messages)) if messages[number]['role'] == 'assistant']
+        if common == len(messages) or any(_says_nothing(messages[number]) for number in learned):
+            raise ValueError('rows with an empty answer')
+        if not common or messages[common]['role'] != 'assistant':
+            raise ValueError('rows whose chosen and rejected answers are to different prompts, or to none')
+        del messages[learned[-1] + 1 :]
+    return json.dumps({'chosen': chosen, 'rejected': rejected}, ensure_ascii=False)
+
+
+def _answer_in(value):
+    """The messages of a row's chosen or rejected field."""
+    value = _parsed(value)
+    if isinstance(value, dict):
+        return [value]
+    if isinstance(value, list):
+        return _list_of(value)
+    if not isinstance(value, str):
+        raise ValueError('rows whose chosen or rejected is no text and no list of messages')
+    return _in_transcript(value) or [{'role': 'assistant', 'content': value}]
+
+
+def _in_transcript(text):
+    """The messages of a conversation that is written as one text; None if it does not begin as one."""
+    begin, *parts = TRANSCRIPT.split(text.lstrip('\n'))
+    if begin or len(parts) < 4:
+        return None
+    return [{'role': role.lower(), 'content': said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _prompt_beside(row):
+    """The messages of what the answers of a pair are to."""
+    given = next((name for name in (*ASKED, *LISTS) if name in row), None)
+    if given is None:
+        raise ValueError(f'rows of two answers without what they answer ({", ".join(ASKED)}, or a list of messages)')
+    if isinstance(row[given], str) and (messages := _in_transcript(row[given])):
+        return messages[:-1] if messages[-1]['role'] == 'assistant' and not messages[-1]['content'] else messages
+    if given in LISTS:
+        return _list_of(row[given])
+    return _asked_in(row, [given, *(name for name in CONTEXTS if name in row and name != given)])
+
+
 def row_of(value):
     """A row that is itself a list of messages, as {'messages': that list}; any other value unchanged."""
     return {'messages': value} if _are_messages(value) else value
@@ -168,7 +247,7 @@ def _are_messages(value):
 
 def fields_read(names, fields=()):
     """The field names of a row that belong to a conversation and are read, in the row's order."""
-    wanted = {*fields, *BESIDE_MESSAGES} if fields else {*CHAT_FIELDS}
+    wanted = {*fields, *BESIDE_MESSAGES} if fields and fields != PREFERENCES else {*CHAT_FIELDS}
     return [name for name in names if name in wanted]
 
 
@@ -281,8 +360,8 @@ def _list_of(value):
     return messages
 
 
-def _turns_of(row, questions, answer):
-    """The messages of a row with these fields, which hold texts or lists of messages; the last field is learned."""
+def _asked_in(row, questions):
+    """The messages in these fields of a row, which hold texts or lists of messages; none of them is learned."""
     messages = []
     for turn in row.get('history') or []:  # as in Alpaca's format: earlier questions and answers
         if not isinstance(turn, list) or len(turn) != 2:
@@ -298,6 +377,12 @@ def _turns_of(row, questions, answer):
             if not isinstance(row[name], str):
                 raise ValueError(f'rows whose {name} is no text')
         messages.append({'role': 'user', 'content': '\n\n'.join(row[name] for name in questions if row[name])})
+    return messages
+
+
+def _turns_of(row, questions, answer):
+    """The messages of a row with these fields, which hold texts or lists of messages; the last field is learned."""
+    messages = _asked_in(row, questions)
     completion = _as_messages(row[answer])
     if completion is not None:
         return messages + completion

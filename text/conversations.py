@@ -251,6 +251,14 @@ class ChatEncoder:
                 _check_written(text, {number: span}, messages[: number + 1], tools)
                 yield self._encode(text, [span], not ends)
 
+    def pair(self, pair, fold_system=False):
+        """The two training examples, (ids, flags, text), of a pair that pair_of() returned. Raises ValueError with the
+        reason if the template cannot write them, or not behind the same prompt."""
+        found = [[*self.examples(json.dumps(part), fold_system)] for part in json.loads(pair).values()]
+        if any(len(examples) != 1 for examples in found):
+            raise ValueError('rows of which the chat template writes an answer in another way once others follow')
+        return with_one_prompt([example for (example,) in found])
+
     def _with_other_ends(self, whole, answers, messages, tools):
         """A whole conversation as one example, if its answers before the last differ from what they would be as the
         last one in nothing but the token that ends them, which would be end-of-text; else None.
@@ -346,6 +354,40 @@ class ChatEncoder:
             raise ValueError('rows of which no token is learned')
         flags[0] |= FIRST
         return ids, flags, text.replace(MARK, '')
+
+
+class TextEncoder:
+    """The pairs of a tokenizer without a chat template: a prompt and its answers as plain texts."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def pair(self, pair, fold_system=False):
+        """As ChatEncoder.pair(): prompt and answer behind what begins a document, and end-of-text, which is learned."""
+        examples = []
+        for part in json.loads(pair).values():
+            messages = part['messages']
+            if [message['role'] for message in messages] != ['user', 'assistant'] or part.get('tools'):
+                raise ValueError(
+                    'rows that are conversations, which only a chat template can write: give the --tokenizer of a chat '
+                    'model; without one, a pair is a text with two texts that go on from it'
+                )
+            prompt, answer = (self.tokenizer.encode(message['content']) for message in messages)
+            prompt = [*(self.tokenizer.bos or [self.tokenizer.eot]), *prompt]
+            ids = np.array([*prompt, *answer, self.tokenizer.eot], dtype=np.uint32)
+            flags = np.full(len(ids), LEARNED, dtype=np.uint8)
+            flags[: len(prompt)], flags[0] = 0, FIRST
+            examples.append((ids, flags, ''.join(message['content'] for message in messages)))
+        return with_one_prompt(examples)
+
+
+def with_one_prompt(examples):
+    """The two examples of a pair. Raises ValueError unless all ids before the first learned one are the same in both:
+    then the two answers are continuations of the same text."""
+    prompts = [ids[: np.flatnonzero(flags & LEARNED)[0]] for ids, flags, _ in examples]
+    if not np.array_equal(*prompts):
+        raise ValueError('rows whose prompt has other tokens before the chosen than before the rejected answer')
+    return examples
 
 
 def _check_written(text, spans, messages, tools):

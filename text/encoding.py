@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from text.chat_rows import conversation_of
-from text.conversations import ChatEncoder
+from text.chat_rows import PREFERENCES, conversation_of, pair_of
+from text.conversations import ChatEncoder, TextEncoder, template_of
 from text.documents import cut_up, documents_of
 from text.engine import faster
 from text.tokenizer import check_against_file, load_tokenizer, load_transformers_tokenizer
@@ -47,7 +47,7 @@ class Rules(NamedTuple):
     val_hashes: tuple  # (first, end): documents with first <= hash < end are for validation
     engine: str  # 'auto' = gigatoken if it gives the same tokens; 'reference'
     dedup: bool = False  # hash every document, so that repeated ones can be left out
-    chat_fields: tuple = ()  # fields of a conversation, if conversation_of() does not know their names
+    chat_fields: tuple = ()  # fields of a conversation, if conversation_of() does not know their names; or PREFERENCES
 
 
 class Encoded(NamedTuple):
@@ -84,8 +84,11 @@ def worker_tokenizer(name, folder, engine):
 
 @functools.cache
 def worker_chat_encoder(name, folder):
-    """The ChatEncoder, loaded once per worker."""
-    return ChatEncoder(name, worker_tokenizer(name, folder, 'reference')[0].eot)
+    """The ChatEncoder, loaded once per worker; for pairs without a chat template a TextEncoder."""
+    tokenizer = worker_tokenizer(name, folder, 'reference')[0]
+    if not (os.path.isdir(name) and template_of(name)):
+        return TextEncoder(tokenizer)
+    return ChatEncoder(name, tokenizer.eot)
 
 
 def warm_up(tokenizer, folder, chat, engine):
@@ -209,11 +212,13 @@ def conversations_in(pieces, rules):
 def _conversations(pieces, rules, notes):
     """Yield (piece, conversation, its examples), and count in the notes what is left out."""
     chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
-    as_conversation = functools.partial(conversation_of, fields=rules.chat_fields)
+    are_pairs = rules.chat_fields == PREFERENCES
+    as_conversation = pair_of if are_pairs else functools.partial(conversation_of, fields=rules.chat_fields)
     for piece in pieces:
         for document in documents_of(piece, None, notes, as_conversation):
             try:
-                found = list(chat_encoder.examples(document.decode(), rules.fold_system))
+                examples_of = chat_encoder.pair if are_pairs else chat_encoder.examples
+                found = list(examples_of(document.decode(), rules.fold_system))
             except ValueError as reason:
                 notes[f'{piece.origin}: {reason}, left out'] += 1
             else:
@@ -226,7 +231,7 @@ def _encode_conversations(pieces, rules, notes):
     for piece, document, found in _conversations(pieces, rules, notes):
         examples[split_of(piece, document, rules.seed, rules.val_hashes)] += found
         notes[CONVERSATIONS] += 1
-        if len(found) > 1:
+        if len(found) > 1 and rules.chat_fields != PREFERENCES:
             notes[READ_AGAIN] += sum(len(ids) for ids, _, _ in found[:-1])
 
     result = {}

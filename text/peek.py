@@ -19,7 +19,10 @@ def peek(dataset, data_dir, n_windows=8, n_tokens=256, n_chats=2):
     conversations, print the first ones whole, with what is learned in brackets."""
     keys = {'dataset': dataset, 'data_dir': data_dir, 'dataset_stages': (), 'windows': 'stream'}
     metas = [read_meta(Path(data_dir, name)) for name in names_in(parse_stages(keys))]
-    longest = max((meta['splits']['train']['longest'] for meta in metas if meta.get('masked')), default=None)
+    longest = max(
+        (meta['splits']['train']['longest'] * (2 if meta.get('pairs') else 1) for meta in metas if meta.get('masked')),
+        default=None,
+    )
     if longest:  # cut no conversation; text goes together with conversations only as documents
         keys['windows'] = 'documents'
     length = longest or n_tokens

@@ -30,9 +30,11 @@ from text.chat_rows import (
     CHAT_FIELDS,
     KEYS_OF_MESSAGES,
     NO_CONVERSATIONS,
+    ONE_ANSWER,
     OTHER_FIELDS,
     PARTS_OF_TREES,
     PREFERENCE_PAIRS,
+    PREFERENCES,
     TREE,
     fields_read,
     has_chat_fields,
@@ -362,6 +364,8 @@ def _mixed_files(files):
 def _no_conversations(fields, chat_fields):
     """Why rows with these fields cannot be read as conversations."""
     wanted = f'no conversations ({", ".join(chat_fields)})' if chat_fields else NO_CONVERSATIONS
+    if chat_fields == PREFERENCES:
+        wanted = f'no pairs (chosen and rejected){f"; {ONE_ANSWER}" if "label" in fields else ""}'
     return wanted + (f'; it has: {_listed(fields)}' if fields else '')
 
 
@@ -389,6 +393,8 @@ def _how_read(source, names, rows, said_text):
         read = source.columns(names)
         others = [name for name in names if name not in read]
         aside = f'; not read: {_listed(others)}' if others else ''
+        if source.chat_fields == PREFERENCES:
+            return f'rows are pairs of a better and a worse answer, by their {", ".join(read)}{aside}'
         return f'rows are conversations, by their {", ".join(read)}{aside} (--chat=False learns all strings as text)'
     without = next((row for row in rows if not isinstance(row.get('text'), str)), None)
     if said_text or without is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.shards import AS_END, LEARNED, read_shard
+from dataset.shards import AS_END, FIRST, LEARNED, read_shard
 from text.conversations import marked_text
 from text.documents import in_words
 from text.tokenizer import tokenizer_of
@@ -31,10 +31,13 @@ def print_example(meta, folder):
         tokens = tokens[: 1 + next(iter(np.flatnonzero(tokens == meta['eot_token'])), len(tokens))]
         flags = np.full(len(tokens), LEARNED, dtype=np.uint8)
     marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
-    what = 'conversation' if is_chat else 'document'
+    what = 'pair' if meta.get('pairs') else 'conversation' if is_chat else 'document'
     print(f'what is learned of the first {what} stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')
     tokenizer = tokenizer_of(folder)
     print(marked_text(tokens, flags, tokenizer.decode, *marks))
+    if meta.get('pairs') and len(seconds := np.flatnonzero(flags & FIRST)[1:]):
+        print('and this is the rejected answer, which it learns to find less likely than the one above:')
+        print(marked_text(tokens[seconds[0] :], flags[seconds[0] :], tokenizer.decode, *marks))
     if (flags & AS_END).any():
         end = tokenizer.decode([meta['eot_token']])
         print(f'(every answer learns to end with {end}, as the last one of a conversation does)')
@@ -66,6 +69,9 @@ def print_summary(meta, folder, config):
         family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py'
+    if meta.get('pairs'):
+        recipe = 'dpo_chat'
+        command = f'torchrun --nproc_per_node=4 train_dpo.py config/{recipe}.py --strategy=fsdp'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
     least, shortest = min((totals['tokens'], split) for split, totals in meta['splits'].items())
     if least < FEWEST_TOKENS and not meta.get('masked'):
@@ -81,7 +87,9 @@ def print_summary(meta, folder, config):
         if positions < 4096:  # the recipes' block_size is 2048 or 4096
             block_sizes.append(min(positions, 2048))
     block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
-    keys = f'{f" --init_from={config.tokenizer}" if recipe else ""} --dataset={config.name}{place}{block_size}'
+    model = config.tokenizer if is_of_a_model or not meta.get('pairs') else 'OUT_DIR'  # of the run that learns
+    keys = f'{f" --init_from={model}" if recipe else ""} --dataset={config.name}{place}{block_size}'
     print(f'{folder}\nnext: {command}{keys}')
     if recipe:
-        print(f'on one GPU: python train_ddp.py config/{recipe}.py{keys}')
+        script = 'train_dpo.py' if meta.get('pairs') else 'train_ddp.py'
+        print(f'on one GPU: python {script} config/{recipe}.py{keys}')

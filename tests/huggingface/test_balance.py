@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import TINY_RUN, run_function, run_many, run_script
+from launch import TINY_RUN, fork_script, run_function, run_many
 from outputs import column
 from precision import MARGIN, assert_as_close_to_float64, gap_of_choice
 from pretrained import POSITIONS, VOCABULARY, save_model, sharded, write_chats
@@ -197,7 +197,7 @@ RUN += ['--keep_checkpoints=3']
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit_and_only_who_asks_gets_the_loss(models, tmp_path):
     write_chats(tmp_path / 'chats.jsonl')
     keys = [f'--dataset={tmp_path / "chats.jsonl"}', '--name=chats', f'--tokenizer={models / "mixtral"}']
-    run_script('prepare_data.py', *keys, f'--data_dir={tmp_path}', '--num_proc=1', '--val_fraction=0.2')
+    fork_script('prepare_data.py', *keys, f'--data_dir={tmp_path}', '--num_proc=1', '--val_fraction=0.2')
 
     def command(name, steps, *keys):
         folders = [f'--init_from={models / "mixtral"}', f'--data_dir={tmp_path}', f'--out_dir={tmp_path / name}']

@@ -2,13 +2,11 @@
 
 import json
 import re
-import runpy
 import shutil
-import sys
 
 import pytest
 import torch
-from launch import REPO, TINY_RUN, run_forked, run_many, run_script
+from launch import TINY_RUN, fork_script, run_forked, run_many
 from precision import likeliest
 from safetensors.torch import load_file
 
@@ -115,7 +113,7 @@ def runs(models, tmp_path_factory):
             lines.append(json.dumps({'messages': messages, 'chat_template_kwargs': {'copy': copy}}))
     (folder / 'chat.jsonl').write_text('\n'.join(lines))
     prepare = [f'--dataset={folder / "chat.jsonl"}', f'--tokenizer={models / "llama"}', f'--data_dir={folder / "data"}']
-    run_script('prepare_data.py', *prepare, '--name=chat', '--val_fraction=0.1')
+    fork_script('prepare_data.py', *prepare, '--name=chat', '--val_fraction=0.1')
     shared = [*TINY_RUN, '--batch_size=2', '--global_batch_size=4', '--dtype=float32', '--warmup_iters=1']
     cases = [
         {
@@ -141,39 +139,22 @@ def runs(models, tmp_path_factory):
 
 
 @pytest.fixture
-def start(monkeypatch, capsys):
-    """start(script, *arguments): runs a script itself, in this process; returns (stdout, stderr)."""
-    monkeypatch.setattr(
-        sys, 'excepthook', sys.excepthook
-    )  # the scripts install their own: put this one back afterwards
-    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
-
-    def run(script, *arguments):
-        monkeypatch.setattr(sys, 'argv', [script, *map(str, arguments)])
-        runpy.run_path(str(REPO / script), run_name='__main__')
-        captured = capsys.readouterr()
-        return captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
-def export(runs, start, tmp_path):
+def export(runs, run_here, tmp_path):
     """export(run, *arguments): returns (folder, what export_model.py has printed)."""
 
     def run(name, *arguments):
         folder = tmp_path / 'exports' / name
-        return folder, start('export_model.py', f'--out_dir={runs / name}', f'--to={folder}', *arguments)[0]
+        return folder, run_here('export_model.py', f'--out_dir={runs / name}', f'--to={folder}', *arguments)[0]
 
     return run
 
 
 @pytest.fixture
-def sample(runs, start):
+def sample(runs, run_here):
     """sample(run, *arguments): returns (stdout, stderr) of sample.py on the CPU, in fp32."""
 
     def run(name, *arguments):
-        return start('sample.py', f'--out_dir={runs / name}', '--device=cpu', '--dtype=float32', *arguments)
+        return run_here('sample.py', f'--out_dir={runs / name}', '--device=cpu', '--dtype=float32', *arguments)
 
     return run
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import TINY_RUN, run_function, run_many, run_script
+from launch import TINY_RUN, fork_script, run_function, run_many
 from outputs import column
 from precision import apart, assert_same_run
 from pretrained import HYBRID, MODELS, MORE_MODELS, POSITIONS, VOCABULARY, save_model, sharded, write_chats
@@ -285,9 +285,9 @@ def prepared(tmp_path_factory, models):
         (text / f'{number:02}.txt').write_bytes(path.read_bytes()[:4000])
     write_chats(text / 'chats.jsonl')
     common = [f'--tokenizer={models / "llama"}', f'--data_dir={folder}', '--val_fraction=0.2', '--num_proc=2']
-    run_script('prepare_data.py', f'--dataset={text / "chats.jsonl"}', '--name=chats', *common)
+    fork_script('prepare_data.py', f'--dataset={text / "chats.jsonl"}', '--name=chats', *common)
     (text / 'chats.jsonl').unlink()
-    run_script('prepare_data.py', f'--dataset={text}', '--name=text', *common)
+    fork_script('prepare_data.py', f'--dataset={text}', '--name=text', *common)
     return folder
 
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import REPO, SHARED, TINY_RUN, environment, run_function, run_ranks, run_script
-from outputs import column
+from launch import REPO, SHARED, TINY_RUN, environment, fork_script, run_function
+from outputs import as_of_step, column
 from precision import apart, assert_same_run
 from prepared import only
 from pretrained import POSITIONS, VOCABULARY, save_model, sharded
@@ -32,17 +32,6 @@ from dataset import shards
 from dataset.shuffle import permuted
 from huggingface import finetune
 from runtime import checkpoint
-
-# --- forked ranks -----------------------------------------------------------------------------------------------------
-
-
-def start(script, *arguments, nproc=1, check=True, **env):
-    """Run a script on nproc ranks. Returns [Ended(returncode, stdout, stderr) of each]."""
-    ranks = run_ranks([[script, *arguments]] * nproc, **env)
-    for rank in ranks if check else ():
-        assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
-    return ranks
-
 
 # --- memory, measured in a rank ---------------------------------------------------------------------------------------
 
@@ -156,7 +145,7 @@ def prepared(tmp_path_factory, models, text):
     for source, name in ((text, 'text'), (chats, 'chats')):
         keys = [f'--name={name}', f'--tokenizer={models / "llama"}', '--val_fraction=0.2', '--num_proc=1']
         keys += ['--fold_system'] if name == 'chats' else []
-        run_script('prepare_data.py', f'--dataset={source}', f'--data_dir={folder}', *keys)
+        fork_script('prepare_data.py', f'--dataset={source}', f'--data_dir={folder}', *keys)
     return folder
 
 
@@ -234,17 +223,6 @@ def test_raw_text_to_an_exported_model_without_a_network_and_without_asking_for_
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
-def as_of_step_2(out_dir, copy):
-    """A copy of a run as it was when it had saved step 2."""
-    shutil.copytree(out_dir, copy)
-    for path in checkpoint.checkpoints_in(str(copy / 'checkpoints')):
-        if not path.endswith('_00000002'):
-            shutil.rmtree(path)
-    (copy / 'DONE').unlink()
-    rows = (copy / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    (copy / 'metrics.jsonl').write_text(''.join(rows[:3]))  # of steps 0, 1 and 2
-
-
 @pytest.fixture(scope='module')
 def resumed(prepared, tmp_path_factory):
     """{name: losses} of six steps, without a break, and resumed after step 2 when init_from was no longer there."""
@@ -264,14 +242,14 @@ def resumed(prepared, tmp_path_factory):
 
     def run(name, strategy, nproc=2, steps=6):
         script, *options = strategies[strategy]
-        start(script, *options, *common, f'--out_dir={folder / name}', f'--max_iters={steps}', nproc=nproc)
+        fork_script(script, *options, *common, f'--out_dir={folder / name}', f'--max_iters={steps}', nproc=nproc)
 
     run('torch', 'torch')
     run('lora', 'lora')
     run('diloco', 'diloco', steps=2)
     for name in ('weights gone', '2 ranks', '1 rank', '3 ranks'):
-        as_of_step_2(folder / 'torch', folder / name)
-    as_of_step_2(folder / 'lora', folder / 'lora again')
+        as_of_step(2, folder / 'torch', folder / name)
+    as_of_step(2, folder / 'lora', folder / 'lora again')
     run('lora again', 'lora')
     (model / 'model.safetensors').unlink()
     run('weights gone', 'torch', nproc=1)
@@ -347,7 +325,7 @@ def run_strategies(prepared, folder, model, nproc, *options):
     for name, (script, *more) in STRATEGIES.items():
         out_dir = out_dirs[name] = folder / name
         keys = [*RUN, f'--data_dir={prepared}', f'--init_from={model}', f'--max_iters={STEPS}', *options, *more]
-        start(script, *keys, f'--out_dir={out_dir}', nproc=nproc)
+        fork_script(script, *keys, f'--out_dir={out_dir}', nproc=nproc)
     return out_dirs
 
 
@@ -423,7 +401,7 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
     options, replicas, is_trained = DILOCO[case]
     keys = [*RUN, f'--data_dir={prepared}', f'--init_from={models / "llama"}', '--max_iters=8', '--inner_steps=2']
     keys += [f'--num_replicas={replicas}', f'--out_dir={tmp_path / "out"}', *options]
-    start('train_diloco.py', *keys, nproc=2)
+    fork_script('train_diloco.py', *keys, nproc=2)
     weights, stored = (
         checkpoint.load_weights(newest(tmp_path / 'out'))[0],
         load_file(models / 'llama/model.safetensors'),
@@ -443,7 +421,7 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
         assert formula == [4 * numbers] * 4  # 2 replicas send half of the adapters twice, in fp32
         assert all(4 * numbers <= size <= 4 * numbers + 32 for size in sent)
         adamw = [key.replace('/out', '/adamw') for key in keys if 'optimizer' not in key]
-        start('train_diloco.py', *adamw, nproc=2)  # Muon leaves LoRA's matrices to it
+        fork_script('train_diloco.py', *adamw, nproc=2)  # Muon leaves LoRA's matrices to it
         losses = (column(tmp_path / name, 'loss') for name in ('out', 'adamw'))
         assert_same_run(*losses)
 
@@ -512,11 +490,11 @@ def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(tmp_path):
     model, steps, rate, batch, length, rounds = tmp_path / 'model', 60, 3e-3, 16, 63, 4
     save_model(model, 'llama')
     keys = [f'--tokenizer={model}', f'--data_dir={tmp_path}', '--name=text', '--num_proc=1']
-    run_script('prepare_data.py', f'--dataset={source}', *keys)
+    fork_script('prepare_data.py', f'--dataset={source}', *keys)
     keys = [f'--init_from={model}', f'--data_dir={tmp_path}', f'--out_dir={tmp_path / "out"}', f'--max_iters={steps}']
     keys += [f'--block_size={length}', f'--batch_size={batch // 2}', f'--global_batch_size={batch}']
     keys += [f'--learning_rate={rate}', f'--eval_iters={rounds}']
-    start('train_fsdp.py', *RUN, *keys, nproc=2)
+    fork_script('train_fsdp.py', *RUN, *keys, nproc=2)
 
     train_data, val_data = (
         data.open_dataset(tmp_path, 'text', split, length, VOCABULARY) for split in ('train', 'val')
@@ -574,7 +552,7 @@ def test_a_model_answers_the_twenty_questions_that_it_was_taught(tmp_path):
     ]
     (tmp_path / 'chats.jsonl').write_text('\n'.join(map(json.dumps, rows)))
     keys = [f'--dataset={tmp_path / "chats.jsonl"}', f'--tokenizer={model}', f'--data_dir={data_dir}', '--name=chats']
-    run_script('prepare_data.py', *keys, '--val_fraction=0.2', '--num_proc=1')
+    fork_script('prepare_data.py', *keys, '--val_fraction=0.2', '--num_proc=1')
     taught = bytes(token for path in data_dir.glob('*/train_*.bin') for token in shards.read_shard(path) if token < 256)
     taught = [question for question in answers if question.encode() in taught][:20]  # the others are for validation
     assert len(taught) == 20
@@ -582,10 +560,10 @@ def test_a_model_answers_the_twenty_questions_that_it_was_taught(tmp_path):
     keys = [f'--init_from={model}', f'--data_dir={data_dir}', f'--out_dir={out_dir}', '--dataset=chats']
     keys += ['--block_size=128', '--batch_size=4', '--global_batch_size=8', '--num_epochs=80', '--log_interval=20']
     keys += ['--lr_schedule=cosine', '--learning_rate=5e-3', '--warmup_iters=10', '--weight_decay=0.0']
-    start('train_fsdp.py', *RUN, *keys, nproc=2)
+    fork_script('train_fsdp.py', *RUN, *keys, nproc=2)
     (tmp_path / 'questions.jsonl').write_text('\n'.join(json.dumps({'prompt': question}) for question in taught))
     keys = [f'--out_dir={out_dir}', f'--prompts={tmp_path / "questions.jsonl"}', '--temperature=0', '--dtype=float32']
-    said = [json.loads(line) for line in start('sample.py', *keys)[0].stdout.splitlines()]
+    said = [json.loads(line) for line in fork_script('sample.py', *keys)[0].stdout.splitlines()]
     assert [line['prompt'] for line in said] == taught
     right = sum(line['answer'] == answers[line['prompt']] for line in said)
     print(f'{right} of 20 answers are right')
@@ -597,7 +575,7 @@ def test_a_model_answers_the_twenty_questions_that_it_was_taught(tmp_path):
 
 def mistake(script, *arguments, nproc=2):
     """The one line about a mistake. Every rank ends with it, or with a line that points to it, and none hangs."""
-    ranks = start(script, *RUN, '--max_iters=2', *arguments, nproc=nproc, check=False)
+    ranks = fork_script(script, *RUN, '--max_iters=2', *arguments, nproc=nproc, check=False)
     lines = []
     for number, rank in enumerate(ranks):
         assert rank.returncode == 1, (rank.returncode, rank.stdout, rank.stderr)
@@ -666,12 +644,12 @@ def test_a_model_in_the_local_cache_is_found_by_its_name_on_the_hub(hf_home, mod
     (cached / 'refs').mkdir(parents=True)
     (cached / 'refs' / 'main').write_text('0123456789abcdef0123456789abcdef01234567')
     shutil.move(model, cached / 'snapshots' / '0123456789abcdef0123456789abcdef01234567')
-    start('train_fsdp.py', *RUN, '--max_iters=2', *keys, '--init_from=someone/tiny-llama', nproc=2)
+    fork_script('train_fsdp.py', *RUN, '--max_iters=2', *keys, '--init_from=someone/tiny-llama', nproc=2)
     assert len(column(tmp_path / 'out', 'loss')) == 2
 
 
 def test_a_run_without_a_checkpoint_whose_model_is_gone(model, keys, tmp_path):
-    start('train_fsdp.py', *RUN, '--max_iters=1', *keys)
+    fork_script('train_fsdp.py', *RUN, '--max_iters=1', *keys)
     shutil.rmtree(tmp_path / 'out' / 'checkpoints')
     (tmp_path / 'out' / 'metrics.jsonl').unlink()
     shutil.rmtree(model)
@@ -688,13 +666,13 @@ def test_cut_conversations_are_answered_with_a_block_size_that_the_model_takes(m
     keys = [*keys, '--dataset=chats', '--dry_run']
     rate_of_scratch = 'WARNING: learning_rate=0.0006 is meant for training from scratch'
     without_rate = [key for key in RUN if not key.startswith('--learning_rate')]
-    said = start('train_fsdp.py', *without_rate, *keys, '--block_size=32')[0].stdout
+    said = fork_script('train_fsdp.py', *without_rate, *keys, '--block_size=32')[0].stdout
     assert '--block_size=39 keeps every' in said and rate_of_scratch in said
-    said = start('train_fsdp.py', *RUN, *keys, '--block_size=39')[0].stdout
+    said = fork_script('train_fsdp.py', *RUN, *keys, '--block_size=39')[0].stdout
     assert 'keeps every' not in said and rate_of_scratch not in said  # all are whole
     config = json.loads((model / 'config.json').read_text())
     (model / 'config.json').write_text(json.dumps(config | {'max_position_embeddings': 36}))
-    said = start('train_fsdp.py', *RUN, *keys, '--block_size=32')[0].stdout
+    said = fork_script('train_fsdp.py', *RUN, *keys, '--block_size=32')[0].stdout
     assert (
         'the longest conversation needs 39 tokens, block_size is 32; the model has positions for --block_size=36'
         in said
@@ -834,15 +812,15 @@ def test_a_base_model_without_a_chat_template_is_exported_and_asked_with_that_of
         content = json.loads((model / name).read_text())
         ends = {'eos_token': '<|endoftext|>'} if 'tokenizer' in name else {'eos_token_id': 256}
         (model / name).write_text(json.dumps({**content, **ends}))
-    said = start('train_ddp.py', *RUN, '--max_iters=1', '--dataset=chats', *keys)[0].stdout
+    said = fork_script('train_ddp.py', *RUN, '--max_iters=1', '--dataset=chats', *keys)[0].stdout
     assert f'{model} has no chat template, ' in said and 'this run keeps that of the data' in said
     export = tmp_path / 'export'
-    said = run_script('export_model.py', f'--out_dir={tmp_path / "out"}', f'--to={export}').stdout
+    said = fork_script('export_model.py', f'--out_dir={tmp_path / "out"}', f'--to={export}')[0].stdout
     assert 'generate() also stops at <|im_end|>' in said and "the user's: ask it in that form" in said
     assert transformers.AutoTokenizer.from_pretrained(export).chat_template == template
     assert transformers.GenerationConfig.from_pretrained(export).eos_token_id == [256, 258]
     arguments = ['--prompt=What is 3?', '--system=Be kind.', '--temperature=0', '--max_new_tokens=4', '--show_ids']
-    asked = run_script('sample.py', f'--out_dir={tmp_path / "out"}', *arguments).stderr
+    asked = fork_script('sample.py', f'--out_dir={tmp_path / "out"}', *arguments)[0].stderr
     prompt = '<|im_start|>user\nBe kind.\n\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n'  # as --fold_system has it
     assert str(transformers.AutoTokenizer.from_pretrained(export).encode(prompt)) in asked
 

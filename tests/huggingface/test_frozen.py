@@ -4,14 +4,13 @@ import functools
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from launch import TINY_RUN, refusals, run_ranks, run_script
-from outputs import column, complete, tensors_of
+from launch import TINY_RUN
+from outputs import as_of_step, checkpoint_of, column, tensors_of
 from precision import assert_same_run
-from pretrained import save_model
+from pretrained import refusal, save_model, start
 from short import slow_but
 
 from huggingface import finetune, lora, nf4
@@ -30,35 +29,6 @@ RUN += [
 ]
 RUN += ['--keep_checkpoints=9', '--checkpoint_interval=2']
 LORA = ['--lora_rank=4']
-SCRIPTS = {
-    'ddp': ['train_ddp.py'],
-    'torch': ['train_fsdp.py'],
-    'parallel': ['train_parallel.py'],
-    'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
-    'stage 2': ['train_fsdp.py', '--fsdp_impl=manual', '--zero_stage=2', '--blocks_per_unit=2'],
-    'diloco': ['train_diloco.py', '--num_replicas=1', '--inner_steps=2', '--outer_lr=1', '--outer_momentum=0'],
-}
-
-
-def start(name, *arguments, nproc=1):
-    if name in ('torch', 'parallel') and '--frozen_dtype=nf4' in arguments and torch.__version__ < (2, 13):
-        pytest.skip('fully_shard takes bytes from torch 2.13 on')
-    script, *more = SCRIPTS.get(name, [name])
-    ranks = run_ranks([[script, *arguments, *more]] * nproc)
-    for rank in ranks:
-        assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
-    return ranks
-
-
-def refusal(name, *arguments, nproc=1):
-    """The one line with which every rank refuses."""
-    script, *more = SCRIPTS.get(name, [name])
-    (line,) = set(refusals([[script, *arguments, *more]] * nproc))
-    return line
-
-
-def folder_of(out_dir, step):
-    return str(Path(out_dir, 'checkpoints', f'step_{step:08}'))
 
 
 @pytest.fixture(scope='module')
@@ -122,12 +92,12 @@ def test_a_base_in_nf4_trains_as_in_one_process(run_of, name, nproc):
 @pytest.mark.parametrize(('name', 'nproc'), slow_but(SHORT, ALL, is_short))
 def test_a_rank_holds_the_bytes_that_are_planned(run_of, name, nproc, frozen_dtype):
     out_dir = run_of(name, nproc, frozen_dtype)
-    config = checkpoint.read_state(folder_of(out_dir, STEPS))['config'] | {'dry_run': True}
+    config = checkpoint.read_state(checkpoint_of(out_dir, STEPS))['config'] | {'dry_run': True}
     strategy = {'ddp': 'ddp', 'diloco': 'diloco'}.get(name, 'fsdp')
     planned = memory.memory_bytes(config, sizes.empty_model(config), nproc, strategy)
     for part in ('weights', 'gradients', 'optimizer'):
         (held,) = column(out_dir, f'mem/{part}_gb')
-        scalars = 4 * len([key for key in tensors_of(folder_of(out_dir, STEPS)) if key.endswith('.step')])
+        scalars = 4 * len([key for key in tensors_of(checkpoint_of(out_dir, STEPS)) if key.endswith('.step')])
         found = round(held * 1e9) - (scalars if part == 'optimizer' else 0)
         assert found == planned[part], (part, found / planned[part])
     linear = {name: p for name, p in sizes.empty_model(config).named_parameters() if p.dtype == torch.uint8}
@@ -148,7 +118,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(('name', 'more'), slow_but([('ddp', ['--compile=True'])], WAYS, is_short))
+@pytest.mark.parametrize(('name', 'more'), slow_but(WAYS[:1], WAYS, is_short))
 def test_however_a_run_computes_nf4_is_the_same(models, run_of, tmp_path, name, more):
     if '--compile=True' in more and not devices.has_compiler('cpu'):
         pytest.skip('no C compiler')
@@ -158,7 +128,7 @@ def test_however_a_run_computes_nf4_is_the_same(models, run_of, tmp_path, name, 
 
 
 def test_nf4_takes_half_a_byte_and_two_bytes_for_each_64_weights(run_of):
-    config = checkpoint.read_state(folder_of(run_of('ddp', 1, 'nf4'), STEPS))['config'] | {'dry_run': True}
+    config = checkpoint.read_state(checkpoint_of(run_of('ddp', 1, 'nf4'), STEPS))['config'] | {'dry_run': True}
     packed, plain = sizes.empty_model(config), sizes.empty_model(config | {'frozen_dtype': 'float32'})
     weights = sum(m.weight.numel() for m in lora.lora_modules(plain, 'all'))
     assert sum(p.nbytes for p in packed.parameters() if p.dtype == torch.uint8) == weights * (1 / 2 + 2 / 64)
@@ -179,48 +149,39 @@ def test_what_is_packed_is_what_the_folder_has(models, run_of):
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def as_of_step_2(out_dir, copy):
-    """A copy of a run as it was when it had saved step 2."""
-    shutil.copytree(out_dir, copy)
-    for step in complete(copy)[1:]:
-        shutil.rmtree(folder_of(copy, step))
-    (copy / 'DONE').unlink()
-    return copy
+GOES_ON = [('ddp', 1), ('ddp', 3), ('torch', 1), ('torch', 2), ('manual', 1), ('manual', 3), ('diloco', 2)]
 
 
-GOES_ON = [('ddp', 1), ('ddp', 3), ('torch', 1), ('torch', 3), ('manual', 1), ('manual', 3), ('diloco', 2)]
-
-
-@pytest.mark.parametrize(('name', 'nproc'), slow_but([('manual', 3)], GOES_ON, is_short))
+@pytest.mark.parametrize(('name', 'nproc'), slow_but([('manual', 1)], GOES_ON, is_short))
 def test_a_run_over_nf4_goes_on_under_every_strategy_and_number_of_ranks(models, run_of, tmp_path, name, nproc):
-    whole = run_of('torch', 2, 'nf4')
-    out_dir = as_of_step_2(whole, tmp_path / 'out')
+    whole = run_of('torch', 3, 'nf4')
+    out_dir = as_of_step(2, whole, tmp_path / 'out')
     keys = [*RUN, *LORA, f'--init_from={models / "llama_64"}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
     start(name, *keys, '--frozen_dtype=nf4', nproc=nproc)
     assert_same_run(column(out_dir, 'loss'), column(whole, 'loss'))
-    weights = [key for key in tensors_of(folder_of(out_dir, STEPS)) if key.startswith('model.')]
+    weights = [key for key in tensors_of(checkpoint_of(out_dir, STEPS)) if key.startswith('model.')]
     assert weights and all('.lora_' in key for key in weights)
 
 
 def test_a_run_goes_on_in_the_same_layout_to_the_bit(models, run_of, tmp_path):
     whole = run_of('manual', 3, 'nf4')
-    out_dir = as_of_step_2(whole, tmp_path / 'out')
+    out_dir = as_of_step(2, whole, tmp_path / 'out')
     keys = [*RUN, *LORA, f'--init_from={models / "llama_64"}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
     start('manual', *keys, '--frozen_dtype=nf4', nproc=3)
     assert column(out_dir, 'loss') == column(whole, 'loss')
-    before, after = (tensors_of(folder_of(path, STEPS)) for path in (whole, out_dir))
+    before, after = (tensors_of(checkpoint_of(path, STEPS)) for path in (whole, out_dir))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_what_is_as_exact_may_change_on_the_way_and_nf4_may_not(models, run_of, tmp_path):
-    out_dir = as_of_step_2(run_of('ddp', 1, 'bfloat16'), tmp_path / 'out')
+    out_dir = as_of_step(2, run_of('ddp', 1, 'bfloat16'), tmp_path / 'out')
     keys = [*RUN, *LORA, f'--init_from={models / "llama_64"}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
     line = refusal('ddp', *keys, '--frozen_dtype=nf4')
     assert "the checkpoint has model.frozen_dtype='float32', you ask for 'nf4': use another --out_dir" in line
     said = start('ddp', *keys, '--frozen_dtype=float32')[0].stdout
     assert 'frozen_dtype bfloat16 -> float32' in said
     assert column(out_dir, 'loss') == column(run_of('ddp', 1, 'float32'), 'loss')
-    out_dir = as_of_step_2(run_of('ddp', 1, 'nf4'), tmp_path / 'nf4')
+    out_dir = as_of_step(2, run_of('ddp', 1, 'nf4'), tmp_path / 'nf4')
     assert "has model.frozen_dtype='nf4', you ask for 'float32'" in refusal(
         'ddp', *keys, f'--out_dir={out_dir}'
     )  # None is bfloat16 here, which is exact, as float32 would be
@@ -231,7 +192,7 @@ def test_a_frozen_part_without_lora_is_saved_in_float32_and_read_by_all(models, 
     freeze = ('--freeze=layers\\.[01]|embed_tokens|norm',)
     whole, plain = (run_of(name, 2, frozen_dtype, keys=freeze) for frozen_dtype in ('bfloat16', 'float32'))
     assert column(whole, 'loss') == column(plain, 'loss')
-    saved, expected = (tensors_of(folder_of(path, STEPS)) for path in (whole, plain))
+    saved, expected = (tensors_of(checkpoint_of(path, STEPS)) for path in (whole, plain))
     assert saved.keys() == expected.keys()
     for key, tensor in saved.items():
         assert tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key]), key
@@ -240,11 +201,11 @@ def test_a_frozen_part_without_lora_is_saved_in_float32_and_read_by_all(models, 
     shutil.copytree(models / 'llama_64', base)
     (base / 'model.safetensors').unlink()
     for number, (other, nproc, changes) in enumerate([('ddp', 3, []), ('torch', 1, ['--frozen_dtype=float32'])]):
-        out_dir = as_of_step_2(whole, tmp_path / f'out{number}')
+        out_dir = as_of_step(2, whole, tmp_path / f'out{number}')
         keys = [*RUN, *freeze, f'--init_from={base}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
         start(other, *keys, *changes, nproc=nproc)
         assert_same_run(column(out_dir, 'loss'), column(whole, 'loss'))
-        after = tensors_of(folder_of(out_dir, STEPS))
+        after = tensors_of(checkpoint_of(out_dir, STEPS))
         key = 'model.model.layers.0.mlp.up_proj.weight'
         assert torch.equal(after[key], saved[key])
 
@@ -252,17 +213,23 @@ def test_a_frozen_part_without_lora_is_saved_in_float32_and_read_by_all(models, 
 # --- what reads a run -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope='module')
+def merged(run_of, tmp_path_factory):
+    """(out_dir of a run over nf4, the folder into which it was exported, what was said)."""
+    out_dir, folder = run_of('manual', 3, 'nf4'), tmp_path_factory.mktemp('exported') / 'merged'
+    (rank,) = start('export_model.py', f'--out_dir={out_dir}', f'--to={folder}', '--dtype=float32')
+    return out_dir, folder, rank.stdout
+
+
 @torch.no_grad()
-def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models, run_of, tmp_path):
+def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models, run_of, merged, tmp_path):
     import transformers
 
-    out_dir = run_of('manual', 3, 'nf4')
-    keys = [f'--out_dir={out_dir}', f'--to={tmp_path / "merged"}', '--dtype=float32']
-    said = run_script('export_model.py', *keys).stdout
+    out_dir, folder, said = merged
     assert f'LoRA is merged into what it was trained beside: {models / "llama_64"} rounded to nf4' in said
     tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(2))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'merged', dtype=torch.float32).eval()
-    weights, state = checkpoint.load_weights(folder_of(out_dir, STEPS))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    weights, state = checkpoint.load_weights(checkpoint_of(out_dir, STEPS))
     pretrained = finetune.Pretrained.from_run(str(out_dir), state)
     assert pretrained.frozen_dtype == 'nf4'
     with torch.device('meta'):
@@ -278,8 +245,8 @@ def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models,
     original = finetune.for_inference(pretrained, weights)(tokens).logits
     assert (original - trained).norm() > 1e-2 * trained.norm(), 'another model'
 
-    said = run_script('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "adapter"}', '--adapter').stdout
-    assert f'the adapter belongs to {models / "llama_64"} rounded to nf4' in said
+    (rank,) = start('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "adapter"}', '--adapter')
+    assert f'the adapter belongs to {models / "llama_64"} rounded to nf4' in rank.stdout
     read = [
         '--device=cpu',
         '--num_samples=1',
@@ -288,36 +255,36 @@ def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models,
         '--temperature=0',
         '--dtype=float32',
     ]
-    ours, exported = (
-        run_script('sample.py', key, '--chat=False', *read)
-        for key in (f'--out_dir={out_dir}', f'--model={tmp_path / "merged"}')
+    ours, exported, plain = (
+        start('sample.py', key, '--chat=False', *read)[0]
+        for key in (f'--out_dir={out_dir}', f'--model={folder}', f'--out_dir={run_of("ddp", 1, "bfloat16")}')
     )
     assert ours.stdout == exported.stdout
     assert 'LoRA is merged into what it was trained beside' in ours.stderr
-    assert 'LoRA is merged' not in run_script('sample.py', f'--out_dir={run_of("ddp", 1, "bfloat16")}', *read).stderr
+    assert 'LoRA is merged' not in plain.stderr
 
 
 def test_what_rounding_would_cost_is_counted_from_the_base_that_training_saw(run_of, tmp_path):
     """Nearly every weight is far from that in the folder. But where LoRA has moved a weight by less than the distance
     of two bfloat16 numbers, rounding loses that."""
     out_dir = run_of('ddp', 1, 'nf4', keys=(*LORA, '--learning_rate=1e-5'))
-    said = run_script('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "merged"}').stdout
+    said = start('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "merged"}')[0].stdout
     assert float(re.search(r'and (\d+)% of these stay moved in bfloat16: written in float32', said)[1]) < 20, said
 
 
 @pytest.mark.parametrize('shard', slow_but(['manual'], ['none', 'torch', 'manual']))
-def test_scores_are_of_the_base_that_it_was_trained_beside(run_of, tmp_path, shard):
+def test_scores_are_of_the_base_that_it_was_trained_beside(merged, tmp_path, shard):
     task = tmp_path / 'task.jsonl'
     items = [{'context': f'What is {n}?', 'choices': [f' {n}', ' no'], 'gold': 0} for n in range(6)]
     task.write_text('\n'.join(map(json.dumps, items)))
-    out_dir, nats = run_of('manual', 3, 'nf4'), {}
-    run_script('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "merged"}', '--dtype=float32')
+    out_dir, folder, _ = merged
+    nats = {}
     keys = [f'--tasks={task}', '--device=cpu', '--dtype=float32', f'--results={tmp_path / "results.jsonl"}']
-    for name, more, nproc in ((out_dir, [f'--shard={shard}'], 3), (tmp_path / 'merged', [], 1)):
-        folder = tmp_path / f'samples_{nproc}'
-        said = start('evaluate.py', f'--out_dir={name}', *keys, f'--samples={folder}', *more, nproc=nproc)[0].stdout
+    for name, more, nproc in ((out_dir, [f'--shard={shard}'], 3), (folder, [], 1)):
+        samples = tmp_path / f'samples_{nproc}'
+        said = start('evaluate.py', f'--out_dir={name}', *keys, f'--samples={samples}', *more, nproc=nproc)[0].stdout
         assert ('LoRA is beside what it was trained beside' in said) == (nproc == 3)
-        rows = (folder / 'task.jsonl').read_text().splitlines()
+        rows = (samples / 'task.jsonl').read_text().splitlines()
         nats[nproc] = [nat for row in rows for nat in json.loads(row)['nats']]
     assert nats[3] == pytest.approx(nats[1], rel=1e-4)
 

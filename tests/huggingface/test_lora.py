@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import TINY_RUN, refusals, run_function, run_ranks, run_script, start_and_stop_behind
-from outputs import column, complete, tensors_of
+from launch import TINY_RUN, run_function, start_and_stop_behind
+from outputs import as_of_step, checkpoint_of, column, tensors_of
 from precision import assert_same_run
-from pretrained import save_model
+from pretrained import refusal, save_model, start
 from short import slow_but
 
 import optim
@@ -28,27 +28,6 @@ RUN += [
 ]
 RUN += ['--lora_rank=4', '--keep_checkpoints=9', '--checkpoint_interval=2']
 WITH_ALL = ['--lora_rslora', '--lora_dropout=0.1', '--modules_to_save=lm_head,norm', '--lora_targets=q_proj,down_proj']
-SCRIPTS = {
-    'ddp': ['train_ddp.py'],
-    'torch': ['train_fsdp.py'],
-    'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
-    'diloco': ['train_diloco.py', '--num_replicas=1', '--inner_steps=2', '--outer_lr=1', '--outer_momentum=0'],
-}
-
-
-def start(name, *arguments, nproc=1):
-    script, *more = SCRIPTS.get(name, [name])
-    ranks = run_ranks([[script, *arguments, *more]] * nproc)
-    for rank in ranks:
-        assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
-    return ranks
-
-
-def refusal(name, *arguments, nproc=1):
-    """The one line with which every rank refuses."""
-    script, *more = SCRIPTS.get(name, [name])
-    (line,) = set(refusals([[script, *arguments, *more]] * nproc))
-    return line
 
 
 @pytest.fixture(scope='module')
@@ -63,25 +42,12 @@ def keys_of(model, out_dir, *more):
     return [*RUN, f'--init_from={model}', f'--out_dir={out_dir}', *more]
 
 
-def folder_of(out_dir, step):
-    return str(Path(out_dir, 'checkpoints', f'step_{step:08}'))
-
-
 @pytest.fixture(scope='module')
 def whole(models, tmp_path_factory):
     """A run of STEPS steps without a break, on 2 ranks."""
     out_dir = tmp_path_factory.mktemp('whole')
     start('torch', *keys_of(models / 'llama', out_dir, f'--max_iters={STEPS}'), nproc=2)
     return out_dir
-
-
-def as_of_step_2(out_dir, copy):
-    """A copy of a run as it was when it had saved step 2."""
-    shutil.copytree(out_dir, copy)
-    for step in complete(copy)[1:]:
-        shutil.rmtree(folder_of(copy, step))
-    (copy / 'DONE').unlink()
-    return copy
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -91,10 +57,10 @@ def as_of_step_2(out_dir, copy):
     ('name', 'nproc'), slow_but(['manual'], [('ddp', 1), ('ddp', 3), ('torch', 3), ('manual', 1), ('diloco', 2)])
 )
 def test_a_run_goes_on_under_every_strategy_and_number_of_ranks(models, whole, tmp_path, name, nproc):
-    out_dir = as_of_step_2(whole, tmp_path / 'out')
+    out_dir = as_of_step(2, whole, tmp_path / 'out')
     start(name, *keys_of(models / 'llama', out_dir, f'--max_iters={STEPS}'), nproc=nproc)
     assert_same_run(column(out_dir, 'loss'), column(whole, 'loss'))
-    saved = tensors_of(folder_of(out_dir, STEPS))
+    saved = tensors_of(checkpoint_of(out_dir, STEPS))
     weights = {key for key in saved if key.startswith('model.')}
     assert weights and all('.lora_' in key for key in saved if not key.startswith('diloco'))
 
@@ -103,7 +69,7 @@ def test_a_checkpoint_has_the_size_of_what_is_trained(models, whole):
     pretrained = finetune.Pretrained(str(models / 'llama'), lora_rank=4)
     with torch.device('meta'):
         trained = finetune.for_training(pretrained).parameter_counts()['trainable']
-    tensors = tensors_of(folder_of(whole, STEPS))
+    tensors = tensors_of(checkpoint_of(whole, STEPS))
     assert sum(tensor.numel() for tensor in tensors.values() if tensor.dim()) == 3 * trained, 'weights and two moments'
 
 
@@ -112,9 +78,9 @@ def test_other_weights_of_the_same_shapes_are_refused_and_a_copy_elsewhere_is_no
     other = tmp_path / 'other'
     shutil.copytree(models / 'llama', other)
     change_a_layer(other)
-    out_dir = as_of_step_2(whole, tmp_path / 'out')
+    out_dir = as_of_step(2, whole, tmp_path / 'out')
     line = refusal('manual', *keys_of(other, out_dir, f'--max_iters={STEPS}'), nproc=2)
-    assert f'init_from={other}: the LoRA in {folder_of(out_dir, 2)} was trained on other weights' in line
+    assert f'init_from={other}: the LoRA in {checkpoint_of(out_dir, 2)} was trained on other weights' in line
     assert f'it needs those that init_from={models / "llama"} had' in line
     copy = tmp_path / 'copy'
     shutil.copytree(models / 'llama', copy)
@@ -168,12 +134,12 @@ def test_a_run_of_an_earlier_version_goes_on_and_keeps_the_base_in_its_checkpoin
 ):
     base, out_dir = tmp_path / 'base', tmp_path / 'out'
     shutil.copytree(models / 'llama', base)
-    run_function(1, save_as_earlier_versions_did, str(base), folder_of(whole, 2), str(out_dir))
+    run_function(1, save_as_earlier_versions_did, str(base), checkpoint_of(whole, 2), str(out_dir))
     shutil.copytree(whole / 'model', out_dir / 'model')
     (base / 'model.safetensors').unlink()  # it was not needed any more
     start(name, *keys_of(base, out_dir, f'--max_iters={STEPS}'), nproc=nproc)
     assert_same_run(column(out_dir, 'loss'), column(whole, 'loss')[2:])
-    held = {key for key in tensors_of(folder_of(out_dir, STEPS)) if key.startswith('model.')}
+    held = {key for key in tensors_of(checkpoint_of(out_dir, STEPS)) if key.startswith('model.')}
     assert 'model.model.embed_tokens.weight' in held and any('.lora_A' in key for key in held)
     read = [
         '--device=cpu',
@@ -189,7 +155,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_keeps_the_base_in_its_checkpoin
 
 def test_a_run_that_is_killed_before_a_checkpoint_has_its_name_goes_on(models, whole, tmp_path):
     keys = ['train_ddp.py', *keys_of(models / 'llama', tmp_path, f'--max_iters={STEPS}')]
-    process = start_and_stop_behind(Path(folder_of(tmp_path, 2), 'manifest.json'), *keys, before='step_00000004')
+    process = start_and_stop_behind(Path(checkpoint_of(tmp_path, 2), 'manifest.json'), *keys, before='step_00000004')
     process.kill()
     process.wait()
     start('manual', *keys[1:], nproc=3)
@@ -208,9 +174,9 @@ def test_peft_reads_the_adapter_with_equal_logits(models, tmp_path, kind):
 
     out_dir, adapter, merged = tmp_path / 'out', tmp_path / 'adapter', tmp_path / 'merged'
     start('manual', *keys_of(models / kind, out_dir, *WITH_ALL, '--max_iters=4'), nproc=2)
-    said = run_script('export_model.py', f'--out_dir={out_dir}', f'--to={adapter}', '--adapter').stdout
+    said = start('export_model.py', f'--out_dir={out_dir}', f'--to={adapter}', '--adapter')[0].stdout
     assert 'loaded again as PeftModelForCausalLM: weights equal, logits equal ' in said
-    run_script('export_model.py', f'--out_dir={out_dir}', f'--to={merged}')
+    start('export_model.py', f'--out_dir={out_dir}', f'--to={merged}')
     keys = json.loads((adapter / 'adapter_config.json').read_text())
     assert keys['use_rslora'] and keys['lora_dropout'] == 0.1
     names = ['lm_head', 'model.norm'] + (['model.embed_tokens'] if kind == 'llama_tied' else [])
@@ -260,7 +226,7 @@ def test_what_fits_nothing_is_refused(models, tmp_path, keys, problem):
 
 
 def test_rslora_cannot_be_turned_on_on_the_way(models, whole, tmp_path):
-    out_dir = as_of_step_2(whole, tmp_path / 'out')
+    out_dir = as_of_step(2, whole, tmp_path / 'out')
     line = refusal('ddp', *keys_of(models / 'llama', out_dir, f'--max_iters={STEPS}', '--lora_rslora'))
     assert 'the checkpoint has model.lora_rslora=False, you ask for True' in line
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from launch import TINY_RUN, run_forked, run_many, run_ranks, run_script
+from launch import TINY_RUN, fork_script, run_forked, run_many, run_ranks, run_script
 from outputs import column
 from precision import apart, assert_as_close_to_float64, assert_same_run, in_float64
 from pretrained import save_model, write_chats
@@ -219,13 +219,14 @@ def runs(tmp_path_factory, has_slow_tests):
     """A folder with KIND/LAYOUT for each layout, KIND/theirs by the class of transformers, and KIND/model."""
     root = tmp_path_factory.mktemp('native')
     write_chats(root / 'chats.jsonl')
-    for kind in KINDS:
+    kinds = KINDS if has_slow_tests else KINDS[:1]
+    for kind in kinds:
         model = save_model(root / kind / 'model', kind, **CHANGES.get(kind, {}))
         keys = [f'--dataset={root / "chats.jsonl"}', '--name=chats', f'--tokenizer={model}', '--val_fraction=0.2']
-        run_script('prepare_data.py', *keys, f'--data_dir={root / kind / "data"}', '--num_proc=1')
+        fork_script('prepare_data.py', *keys, f'--data_dir={root / kind / "data"}', '--num_proc=1')
     for ranks in (1, 2, 3):
         commands = []
-        for kind in KINDS if has_slow_tests else KINDS[:1]:
+        for kind in kinds:
             common = [f'--init_from={root / kind / "model"}', f'--data_dir={root / kind / "data"}']
             layouts = {**LAYOUTS, 'theirs': (1, 'train_ddp.py', ['--native=False'])}
             for name, (nproc, script, keys) in layouts.items():
@@ -252,7 +253,7 @@ def test_its_export_is_the_folder_with_the_weights_that_were_trained(runs, kind,
     exported, other = {}, 'manual' if kind == 'qwen3_moe' else 'pipeline'
     for name in ('theirs', other):
         keys = [f'--out_dir={runs / kind / name}', f'--to={tmp_path / name}', '--dtype=float32']
-        assert 'equal to the bit' in run_script('export_model.py', *keys).stdout
+        assert 'equal to the bit' in fork_script('export_model.py', *keys)[0].stdout
         exported[name] = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
     x = torch.randint(259, (2, 64))  # all positions that the folder had, more than the run has seen
     with torch.no_grad():
@@ -275,7 +276,7 @@ def test_it_is_sampled_from_and_scored_as_any_fine_tuned_model(runs, tmp_path):
         said = run_script('sample.py', f'--out_dir={out_dir}', '--prompt=q17', '--temperature=0', '--dtype=float32')
         assert said.stdout.strip()
         keys = [f'--out_dir={out_dir}', f'--tasks={tasks}', f'--samples={tmp_path / name}', '--dtype=float32']
-        assert '64 tokens' in run_script('evaluate.py', *keys).stdout
+        assert '64 tokens' in fork_script('evaluate.py', *keys)[0].stdout
         nats[name] = json.loads((tmp_path / name / 'tasks.jsonl').read_text())['nats']
     for ours, theirs in zip(nats['tensor'], nats['theirs'], strict=True):
         assert abs(ours - theirs) <= 100 * apart(STEPS) * abs(theirs)

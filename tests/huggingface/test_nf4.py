@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from pretrained import save_model
+from short import slow_but
 from torch import nn
 from torch._inductor import metrics
 
@@ -150,8 +150,7 @@ def test_between_forward_and_backward_the_bytes_alone_are_kept():
     assert [tensor.data_ptr() for tensor in kept] == [packed.data_ptr()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('stored', ['nf4', 'bfloat16'])
+@pytest.mark.parametrize('stored', slow_but(['nf4'], ['nf4', 'bfloat16']))
 def test_compiled_no_whole_matrix_is_kept_either(stored):
     """Tested with the partitioner that all backends of torch.compile use for training."""
     weight = some_weights(128, 192)
@@ -202,14 +201,6 @@ def test_compiled_a_weight_moves_as_few_bytes_in_backward_as_in_forward():
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone():
-    """A process group of this process alone, which reads weights for which other ranks would wait."""
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def training_model(folder, **keys):
     pretrained = finetune.Pretrained(str(folder), lora_rank=2, **keys)
     with torch.device('meta'):
@@ -222,7 +213,9 @@ def training_model(folder, **keys):
 
 @pytest.mark.parametrize('kind', ['llama_64', 'qwen2_64', 'gpt2_64', 'gemma_64', 'mixtral_64'])
 @pytest.mark.parametrize('frozen_dtype', ['bfloat16', 'nf4'])
-def test_a_model_computes_what_its_class_does_with_the_weights_that_it_stands_for(alone, tmp_path, kind, frozen_dtype):
+def test_a_model_computes_what_its_class_does_with_the_weights_that_it_stands_for(
+    one_rank, tmp_path, kind, frozen_dtype
+):
     """With tied weights, biases, a scaled embedding, Conv1D and experts; from an fp32 folder, so that bfloat16 rounds,
     too."""
     save_model(tmp_path, kind)
@@ -245,7 +238,7 @@ def test_a_model_computes_what_its_class_does_with_the_weights_that_it_stands_fo
     assert f'logits are those of {tmp_path} rounded to {frozen_dtype} (difference ' in line
 
 
-def test_the_self_test_finds_a_layer_that_is_packed_wrongly(alone, tmp_path):
+def test_the_self_test_finds_a_layer_that_is_packed_wrongly(one_rank, tmp_path):
     save_model(tmp_path, 'llama_64')
     pretrained, model = training_model(tmp_path, frozen_dtype='nf4')
     packed = model.blocks[1].mlp.down_proj.weight
@@ -254,7 +247,7 @@ def test_the_self_test_finds_a_layer_that_is_packed_wrongly(alone, tmp_path):
         finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
 
 
-def test_the_self_test_computes_with_all_digits_of_float32(alone, tmp_path):
+def test_the_self_test_computes_with_all_digits_of_float32(one_rank, tmp_path):
     save_model(tmp_path, 'llama_64')
     pretrained, model = training_model(tmp_path)
     seen, backends = set(), (torch.backends.cuda.matmul, torch.backends.cudnn)

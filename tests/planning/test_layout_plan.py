@@ -7,7 +7,7 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
-from launch import REPO, TINY_SYNTHETIC, run_script
+from launch import REPO, TINY_SYNTHETIC, fork_script, run_script
 
 import pipeline_manual
 from benchmarks import planner
@@ -210,7 +210,7 @@ def alone(tmp_path_factory):
     """The out_dir of a run of one process."""
     out_dir = tmp_path_factory.mktemp('alone')
     keys = ['--max_iters=16', '--batch_size=4', '--global_batch_size=8', '--eval_iters=0', '--keep_checkpoints=0']
-    run_script('train_ddp.py', *TINY_SYNTHETIC, *keys, f'--out_dir={out_dir}')
+    fork_script('train_ddp.py', *TINY_SYNTHETIC, *keys, f'--out_dir={out_dir}')
     return out_dir
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from faults import flip_bit, overwrite, wait_until
 from launch import CONTEXT, fork, join_all, run_function, start_function
+from outputs import checkpoint_of
 from precision import apart, error
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -105,10 +106,6 @@ def assert_equal(found, expected):
         assert found[key].dtype == expected[key].dtype and torch.equal(found[key], expected[key]), key
 
 
-def folder_of(out_dir, step):
-    return str(Path(out_dir) / 'checkpoints' / f'step_{step:08d}')
-
-
 def silent(line):
     pass
 
@@ -148,7 +145,7 @@ def runs(tmp_path_factory):
 
 def test_every_strategy_writes_the_same_keys(runs):
     for strategy, (out_dir, held, _) in runs.items():
-        index = dcp.FileSystemReader(folder_of(out_dir, 2)).read_metadata().state_dict_metadata
+        index = dcp.FileSystemReader(checkpoint_of(out_dir, 2)).read_metadata().state_dict_metadata
         assert index.keys() == held.keys() == runs['single', 1][1].keys(), strategy
         assert {'model.embed.weight', 'optim.embed.weight.exp_avg', 'optim.layers.0.bias.step'} <= index.keys()
         assert 'model.unused.weight' in index and 'optim.unused.weight.exp_avg' not in index
@@ -160,10 +157,10 @@ def load_runs(strategies, runs):
     continued = {}
     for strategy, (source, (out_dir, held, _)) in itertools.product(strategies, runs.items()):
         raw, _, optimizer = build(strategy, seed=7, fused=True)
-        assert checkpoint.load(folder_of(out_dir, 0), raw, optimizer) == {'tokens': 0, 'step': 0}
+        assert checkpoint.load(checkpoint_of(out_dir, 0), raw, optimizer) == {'tokens': 0, 'step': 0}
         assert not optimizer.state
         train(raw, optimizer, steps=1)
-        state = checkpoint.load(folder_of(out_dir, 2), raw, optimizer)
+        state = checkpoint.load(checkpoint_of(out_dir, 2), raw, optimizer)
         assert state == {'step': 2, 'tokens': 48, 'nested': {'loss': 1.5, 'name': 'é'}}
         assert_equal(everything(raw, optimizer), held)
         train(raw, optimizer, steps=1)
@@ -185,14 +182,14 @@ def test_loads_what_any_strategy_wrote_bit_for_bit_and_goes_on(runs, world_size,
 
 def test_weights_are_read_in_one_process_without_a_process_group(runs, recwarn):
     out_dir, held, _ = runs['fsdp', 3]
-    weights, state = checkpoint.load_weights(folder_of(out_dir, 2))
+    weights, state = checkpoint.load_weights(checkpoint_of(out_dir, 2))
     assert_equal(
         weights, {key.removeprefix('model.'): value for key, value in held.items() if key.startswith('model.')}
     )
     assert state['tokens'] == 48
-    assert list(checkpoint.load_weights(folder_of(out_dir, 2), ['embed.weight'])[0]) == ['embed.weight']
+    assert list(checkpoint.load_weights(checkpoint_of(out_dir, 2), ['embed.weight'])[0]) == ['embed.weight']
     with pytest.raises(ValueError, match='has no weight embed.wait'):
-        checkpoint.load_weights(folder_of(out_dir, 2), ['embed.wait'])
+        checkpoint.load_weights(checkpoint_of(out_dir, 2), ['embed.wait'])
     assert not [str(warning.message) for warning in recwarn if 'distributed' in str(warning.message)]
 
 
@@ -218,10 +215,10 @@ def load_into_others(out_dir):
     ):
         before = {name: value.clone() for name, value in raw.state_dict().items()}
         with pytest.raises(ValueError) as error:
-            checkpoint.load(folder_of(out_dir, 2), raw, optimizer)
+            checkpoint.load(checkpoint_of(out_dir, 2), raw, optimizer)
         messages.append(str(error.value))
         assert_equal(raw.state_dict(), before)
-    checkpoint.load(folder_of(out_dir, 2), partly)  # without an optimizer, whose state is then not looked at
+    checkpoint.load(checkpoint_of(out_dir, 2), partly)  # without an optimizer, whose state is then not looked at
     return messages
 
 
@@ -306,7 +303,7 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
 
 def test_an_index_as_early_versions_of_python_3_11_pickle_it(runs, tmp_path):
     """They pickle a member of an Enum as getattr(class, name). No other getattr may be answered."""
-    shutil.copytree(folder_of(runs['single', 1][0], 2), tmp_path / 'early')
+    shutil.copytree(checkpoint_of(runs['single', 1][0], 2), tmp_path / 'early')
     index = dcp.FileSystemReader(tmp_path / 'early').read_metadata()
 
     def write(attribute):
@@ -320,7 +317,7 @@ def test_an_index_as_early_versions_of_python_3_11_pickle_it(runs, tmp_path):
         return {key: (tensor.shape, tensor.dtype) for key, tensor in checkpoint.read_index(folder).items()}
 
     write(lambda member: member.name)
-    assert shapes(tmp_path / 'early') == shapes(folder_of(runs['single', 1][0], 2)) != {}
+    assert shapes(tmp_path / 'early') == shapes(checkpoint_of(runs['single', 1][0], 2)) != {}
     write(lambda member: '__init_subclass__')
     with pytest.raises(KeyError):
         checkpoint.read_index(tmp_path / 'early')
@@ -333,7 +330,7 @@ class Exploit:
 
 def test_nothing_in_a_checkpoint_is_executed(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(folder_of(runs['single', 1][0], 2), 'evil')
+    shutil.copytree(checkpoint_of(runs['single', 1][0], 2), 'evil')
     index = dcp.FileSystemReader('evil').read_metadata()
     index.planner_data = Exploit()
     Path('evil/.metadata').write_bytes(pickle.dumps(index))
@@ -409,13 +406,13 @@ def test_a_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_it_us
     damage, said = FAULTS[fault]
     out_dir = tmp_path / 'run'
     shutil.copytree(three_saved, out_dir)
-    assert checkpoint.choose(out_dir, 'auto', silent) == folder_of(out_dir, 3)
+    assert checkpoint.choose(out_dir, 'auto', silent) == checkpoint_of(out_dir, 3)
     damage(out_dir / 'checkpoints' / 'step_00000003')
     lines = []
-    assert checkpoint.choose(out_dir, 'auto', lines.append) == folder_of(out_dir, 2)
+    assert checkpoint.choose(out_dir, 'auto', lines.append) == checkpoint_of(out_dir, 2)
     assert any(re.search(f'step_00000003 .*damaged: .*{said}', line) for line in lines), lines
     assert sorted(os.listdir(out_dir / 'checkpoints')) == ['step_00000001', 'step_00000002', 'step_00000003.damaged']
-    assert_holds(folder_of(out_dir, 2), 2)
+    assert_holds(checkpoint_of(out_dir, 2), 2)
 
 
 def find_together(out_dir, eval_only=False):
@@ -440,16 +437,16 @@ def test_each_rank_hashes_its_share_and_all_come_to_the_same_decision(three_save
     shutil.copytree(three_saved, out_dir)
     for eval_only in (False, True):
         found, said, hashed = zip(*run_function(ranks, find_together, out_dir, eval_only), strict=True)
-        assert {*found} == {folder_of(out_dir, 3)} and 'verified' in said[0] and not any(said[1:])
+        assert {*found} == {checkpoint_of(out_dir, 3)} and 'verified' in said[0] and not any(said[1:])
         names = '.metadata', '__0_0.distcp', '__1_0.distcp', 'state.json'
         assert sorted(sum(hashed, [])) == [f'step_00000003/{name}' for name in names] and all(hashed)
     # Whichever rank hashes the damaged file, all take the checkpoint before.
     for step, name in ((3, '__1_0.distcp'), (2, '__0_0.distcp')):
-        flip_bit(Path(folder_of(out_dir, step), name))
+        flip_bit(Path(checkpoint_of(out_dir, step), name))
         found, said, _ = zip(*run_function(ranks, find_together, out_dir), strict=True)
-        assert {*found} == {folder_of(out_dir, step - 1)}
+        assert {*found} == {checkpoint_of(out_dir, step - 1)}
         assert f'{name} has changed' in said[0] and 'is now' in said[0] and not any(said[1:])
-    Path(folder_of(out_dir, 1), 'manifest.json').unlink()
+    Path(checkpoint_of(out_dir, 1), 'manifest.json').unlink()
     for found, _, _ in run_function(ranks, find_together, out_dir):
         assert 'all checkpoints' in found and 'restore a copy' in found
 
@@ -484,12 +481,12 @@ def test_when_all_checkpoints_are_damaged_the_run_neither_starts_nor_loses_them(
     out_dir = tmp_path / 'run'
     shutil.copytree(three_saved, out_dir)
     for step in (1, 2, 3):
-        flip_bit(Path(folder_of(out_dir, step)) / '__0_0.distcp')
+        flip_bit(Path(checkpoint_of(out_dir, step)) / '__0_0.distcp')
     for resume in ('auto', 'must', 'auto'):
         with pytest.raises(ValueError, match='step_00000003, step_00000002, step_00000001.*restore a copy'):
             checkpoint.choose(out_dir, resume, silent)
     for step in (1, 2, 3):
-        checkpoint.move_aside(folder_of(out_dir, step))
+        checkpoint.move_aside(checkpoint_of(out_dir, step))
     with pytest.raises(ValueError, match='step_00000003.damaged'):
         checkpoint.choose(out_dir, 'auto', silent)
     with pytest.raises(ValueError, match=f"resume='never' .*out_dir={out_dir} "):
@@ -502,7 +499,7 @@ def test_resume_auto_must_and_never(three_saved, tmp_path):
     assert checkpoint.choose(empty, 'never') is None
     with pytest.raises(ValueError, match=f"resume='must' .*{empty}/checkpoints"):
         checkpoint.choose(empty, 'must')
-    assert checkpoint.choose(three_saved, 'must', silent) == folder_of(three_saved, 3)
+    assert checkpoint.choose(three_saved, 'must', silent) == checkpoint_of(three_saved, 3)
     with pytest.raises(ValueError, match=f"resume='never' .*out_dir={three_saved} .*--resume=auto"):
         checkpoint.choose(three_saved, 'never')
 
@@ -522,7 +519,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before_it(tmp_path, async
     for victims in (2, 2, 1):
         with tempfile.TemporaryDirectory() as folder:
             processes = start_function(2, folder, save_for_ever, out_dir, newest + 1, async_save)
-            being_written = Path(folder_of(out_dir, newest + 3) + '.tmp')
+            being_written = Path(checkpoint_of(out_dir, newest + 3) + '.tmp')
             wait_until(being_written.exists, 60)
             time.sleep(random_delay.uniform(0, 0.05))
             for process in processes[-victims:]:
@@ -561,7 +558,7 @@ def fill_the_disk(out_dir, async_save):
         saver.wait()
     dist.barrier()
     assert os.listdir(f'{out_dir}/checkpoints') == ['step_00000001']
-    assert checkpoint.find_damage(folder_of(out_dir, 1), silent) is None
+    assert checkpoint.find_damage(checkpoint_of(out_dir, 1), silent) is None
     dist.barrier()
     saver.copies.clear()
     fill(small, 3)
@@ -577,8 +574,8 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(smal
     for message in messages:
         assert re.search(r'step_00000002: .*rank \d: .*No space left on device', message), message
         assert '\n' not in message
-    assert checkpoint.choose(small_disk, 'must', silent) == folder_of(small_disk, 3)
-    assert_holds(folder_of(small_disk, 3), 3)
+    assert checkpoint.choose(small_disk, 'must', silent) == checkpoint_of(small_disk, 3)
+    assert_holds(checkpoint_of(small_disk, 3), 3)
 
 
 def fail_on_rank_1(out_dir):
@@ -621,7 +618,7 @@ def fail_once(out_dir, async_save):
 def test_a_failed_save_that_the_last_one_has_made_good_is_no_error_at_the_end(tmp_path, async_save):
     ((failed, saved),) = run_function(1, fail_once, str(tmp_path), async_save)
     assert re.search('step_00000001: .*rank 0: .*File too large', failed)
-    assert saved.startswith(f'checkpoint {folder_of(tmp_path, 2)}: ')
+    assert saved.startswith(f'checkpoint {checkpoint_of(tmp_path, 2)}: ')
     assert os.listdir(tmp_path / 'checkpoints') == ['step_00000002']
 
 
@@ -646,7 +643,7 @@ def test_weights_that_are_no_numbers_are_refused_on_all_ranks(tmp_path):
     for messages in run_function(2, save_bad_weights, str(tmp_path)):
         for message in messages.values():
             assert re.search('model.embed.weight .*not finite .*rank 1 .*step 2', message)
-            assert f' {folder_of(tmp_path, 1)}:' in message
+            assert f' {checkpoint_of(tmp_path, 1)}:' in message
     assert os.listdir(tmp_path / 'checkpoints') == ['step_00000001']
 
 
@@ -673,7 +670,7 @@ def note_calls(out_dir):
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path):
     """Otherwise a power failure after the rename could leave a good name with nothing in it."""
     (calls,) = run_function(1, note_calls, str(tmp_path))
-    final = folder_of(tmp_path, 1)
+    final = checkpoint_of(tmp_path, 1)
     published = calls.index(('rename', f'{final}.tmp', final))
     before, after = calls[:published], calls[published + 1 :]
     renames = {call[2]: call for call in before if call[0] == 'rename'}
@@ -727,7 +724,7 @@ def save_with_permanent_ones(out_dir):
         saver.save(step, raw, optimizer, {})
         said.append(saver.last_good()[-8:])
         if step == 35 and dist.get_rank() == 0:
-            Path(folder_of(out_dir, 35), 'manifest.json').unlink()  # not complete, so it does not count
+            Path(checkpoint_of(out_dir, 35), 'manifest.json').unlink()  # not complete, so it does not count
         dist.barrier()
     return said
 
@@ -762,9 +759,9 @@ def save_both_ways(strategy, out_dir):
     background.wait()
     for step in (1, 2, 11, 12):
         other, _, other_optimizer = build(strategy, seed=3)
-        checkpoint.load(folder_of(out_dir, step), other, other_optimizer)
+        checkpoint.load(checkpoint_of(out_dir, step), other, other_optimizer)
         assert_equal(everything(other, other_optimizer), held[(step - 1) % 10])
-    assert checkpoint.read_state(folder_of(out_dir, 2)) == {'note': 'as it was', 'step': 2}
+    assert checkpoint.read_state(checkpoint_of(out_dir, 2)) == {'note': 'as it was', 'step': 2}
     return lines
 
 
@@ -812,8 +809,8 @@ def save_and_load_often(out_dir):
         saver = background if cycle % 2 else blocking
         saver.save(cycle, raw, optimizer, {})
         saver.wait()
-        checkpoint.find_damage(folder_of(out_dir, cycle), silent)
-        checkpoint.load(folder_of(out_dir, cycle), raw, optimizer)
+        checkpoint.find_damage(checkpoint_of(out_dir, cycle), silent)
+        checkpoint.load(checkpoint_of(out_dir, cycle), raw, optimizer)
         if cycle == 9:  # by now torch has opened what it opens once
             early = len(os.listdir('/proc/self/fd'))
     return early, len(os.listdir('/proc/self/fd'))

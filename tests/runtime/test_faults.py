@@ -19,6 +19,7 @@ from launch import TINY_EXPERTS, TINY_SYNTHETIC, Job, join_all, run_function, st
 from outputs import (
     assert_same_rows,
     assert_same_weights,
+    checkpoint_of,
     complete,
     last_step,
     metrics,
@@ -60,10 +61,6 @@ def errors_in(text):
     found = re.findall(r'^\[(\d+)\] (error: .*)$', text, re.MULTILINE)
     assert len(dict(found)) == len(found), text
     return {int(rank): line for rank, line in found}
-
-
-def path_of(out_dir, step):
-    return Path(out_dir, 'checkpoints', f'step_{step:08}')
 
 
 # --- hangs: started first, since they mostly wait, and looked at last -------------------------------------------------
@@ -198,7 +195,7 @@ def finished(tmp_path_factory):
 def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(finished, tmp_path, how):
     out_dir = tmp_path / 'run'
     shutil.copytree(finished, out_dir)
-    name = faults.damage(path_of(out_dir, 15), how)
+    name = faults.damage(checkpoint_of(out_dir, 15), how)
     job = start('manual', out_dir, '--max_iters=15', '--keep_checkpoints=9')
     assert job.wait() == [0, 0], job.text()
     assert re.search(rf'WARNING: .*step_00000015 .*damaged: .*{re.escape(name)} ', job.text())
@@ -214,7 +211,7 @@ def test_a_run_without_any_intact_checkpoint_stops_and_starts_nothing(finished, 
     out_dir = tmp_path / 'run'
     shutil.copytree(finished, out_dir)
     for step in (5, 10, 15):
-        faults.damage(path_of(out_dir, step), 'flip')
+        faults.damage(checkpoint_of(out_dir, step), 'flip')
     job = start('manual', out_dir, '--max_iters=15')
     assert job.wait() == [1, 1]
     assert all('all checkpoints in' in line for line in errors_in(job.text()).values())
@@ -243,7 +240,7 @@ def small_disk(folder):
 
 
 def all_are_intact(out_dir):
-    return all(checkpoint.find_damage(str(path_of(out_dir, step)), print) is None for step in complete(out_dir))
+    return all(checkpoint.find_damage(checkpoint_of(out_dir, step), print) is None for step in complete(out_dir))
 
 
 @pytest.mark.parametrize('more', slow_but([[]], [[], ['--async_checkpoint']]))
@@ -363,7 +360,7 @@ def test_a_host_that_runs_ahead_leaves_out_the_same_steps(tmp_path, strategy):
         assert job.wait() == [0, 0], job.text()
         assert len(re.findall(r'step \d+: .*skipped', job.text())) == 2
     assert_same_rows(tmp_path / 'waits', tmp_path / 'ahead', ('step', 'loss', 'grad_norm', 'val_loss', 'skipped'))
-    tensors = [tensors_of(path_of(tmp_path / name, 10)) for name in ('waits', 'ahead')]
+    tensors = [tensors_of(checkpoint_of(tmp_path / name, 10)) for name in ('waits', 'ahead')]
     assert tensors[0].keys() == tensors[1].keys() and any(key.startswith('optim.') for key in tensors[0])
     assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
 
@@ -377,7 +374,7 @@ def test_a_nan_in_one_of_two_replicas_is_said_and_reaches_neither_the_other_nor_
     job = start('diloco', tmp_path / 'run', *keys, nproc=ranks, fault=fault)
     assert job.wait() == [0] * ranks, job.text()
     assert all(weight.isfinite().all() for weight in weights_of(tmp_path / 'run', 20).values())
-    state = checkpoint.read_state(str(path_of(tmp_path / 'run', 20)))
+    state = checkpoint.read_state(checkpoint_of(tmp_path / 'run', 20))
     assert [of_replica['skipped'] for of_replica in state['numbers_of_replicas']] == [0, 1]
     assert re.search(f'gradient .*{"ranks 2, 3" if more else "rank 1"} .*step 7', job.text())
 
@@ -391,7 +388,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoi
     assert lines.keys() == {0, 1}, job.text()
     for line in lines.values():
         assert re.search(r'step 9\b.*3 .*max_bad_steps=2', line)
-        assert str(path_of(tmp_path / 'run', 5)) in line
+        assert checkpoint_of(tmp_path / 'run', 5) in line
     assert complete(tmp_path / 'run') == [5]
 
 
@@ -404,7 +401,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, strategy):
     assert lines.keys() == {0, 1}, job.text()
     for line in lines.values():
         assert re.search(r'error: model\.\S+ .*not finite .*rank 1 .*step 10\b', line)
-        assert str(path_of(tmp_path / 'run', 5)) in line
+        assert checkpoint_of(tmp_path / 'run', 5) in line
     assert complete(tmp_path / 'run') == [5]
     assert names_of_checkpoints(tmp_path / 'run') == ['step_00000005']
 
@@ -417,7 +414,7 @@ def test_a_weight_that_changes_on_one_rank_is_found_by_checksums(tmp_path):
     assert lines.keys() == {0, 1}
     for line in lines.values():
         assert re.search(r'ranks 0, 1 .*step 8\b', line)  # with two ranks nobody knows which is right
-        assert re.search(r'\(\S+ first\)', line) and str(path_of(tmp_path / 'run', 5)) in line
+        assert re.search(r'\(\S+ first\)', line) and checkpoint_of(tmp_path / 'run', 5) in line
 
 
 def compare_weights():
@@ -446,22 +443,15 @@ def test_replicas_go_on_with_their_own_loss_scale_and_count_of_bad_steps(tmp_pat
     job = start('diloco', tmp_path / 'whole', *keys, fault=fault)
     assert job.wait() == [0, 0], job.text()
     shutil.copytree(tmp_path / 'whole', tmp_path / 'resumed')
-    shutil.rmtree(path_of(tmp_path / 'resumed', 10))
+    shutil.rmtree(checkpoint_of(tmp_path / 'resumed', 10))
     job = start('diloco', tmp_path / 'resumed', *keys)
     assert job.wait() == [0, 0] and 'at step 8\n' in job.text(), job.text()
-    whole, resumed = (checkpoint.read_state(str(path_of(tmp_path / name, 10))) for name in ('whole', 'resumed'))
+    whole, resumed = (checkpoint.read_state(checkpoint_of(tmp_path / name, 10)) for name in ('whole', 'resumed'))
     assert [of_replica['skipped'] for of_replica in whole['numbers_of_replicas']] == [0, 5]
     scales = [of_replica['scale'] for of_replica in whole['scalers']]
     assert scales[1] < scales[0]
     for key in ('numbers_of_replicas', 'scalers'):
         assert resumed[key] == whole[key], key
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def judge(numbers, losses, first_step=1):

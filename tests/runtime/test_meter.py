@@ -249,14 +249,6 @@ def test_ranks_exchange_their_memory(ranks):
 
 
 @pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def clock(monkeypatch):
     """The clock that Meter reads: it stands still until a test adds to its `seconds`."""
     clock = Clock()

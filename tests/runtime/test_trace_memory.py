@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from model import ModelConfig
 from runtime import begin, meter
 from system import errors
 
@@ -40,13 +41,14 @@ def recording(monkeypatch):
 def test_a_run_that_is_out_of_memory_writes_who_holds_it_and_its_line_is_the_command_that_shows_it(
     recording, tmp_path, capfd, monkeypatch
 ):
+    shape = ModelConfig(vocab_size=64, dropout=0.1)
     keys = dict(dry_run=False, frozen_dtype=None, dtype='bfloat16', optimizer_dtype='float32')
     monkeypatch.setattr(begin, 'make_process_group', lambda *_: recording.append('joined'))
     monkeypatch.setattr(begin, 'find_checkpoint', mock.Mock(side_effect=InterruptedError))  # so that join() ends there
     for device, trace_memory in (('cpu', True), ('cuda', False), ('cuda', True)):
         config = SimpleNamespace(trace_memory=trace_memory, **keys)
         with pytest.raises(InterruptedError):
-            begin.Run(config, {}, 'ddp', 1, 2, torch.device(device), None).join()
+            begin.Run(config, {}, 'ddp', 1, 2, torch.device(device), None, model_config=shape).join()
     # only when the process has its GPU
     assert recording == ['joined'] * 3 + [{'stacks': 'python', 'max_entries': 100_000}]
 

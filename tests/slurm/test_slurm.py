@@ -19,11 +19,10 @@ import pytest
 import torch
 from faults import wait_until
 from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, free_ports, start_agent
-from outputs import column
+from outputs import column, weights_of
 
 from benchmarks.runs import end_with_parent
 from configurator import read_knobs
-from runtime import checkpoint
 
 # What each script requests: (GPUs per node, cores, longest time limit in hours, nodes).
 REQUESTS = {
@@ -185,6 +184,16 @@ def test_a_folder_for_temporary_files_that_cannot_be_made_is_replaced(project, t
     assert result.stdout.splitlines()[-1] == f'/tmp {own}/triton' and 'cannot be made' in result.stdout, result.stderr
     result = bash(f'mkdir {tmp_path}/own; {show}', project, **in_job(TMPDIR=f'{tmp_path}/own', **names))
     assert result.stdout.splitlines() == [f'{tmp_path}/own {tmp_path}/own/tester-{names["SLURM_JOB_ID"]}/triton']
+
+
+def test_what_was_compiled_is_kept_where_compile_cache_says_by_kind_of_cpu(project, tmp_path):
+    show = 'source slurm/common.sh; prepare_environment; echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR"'
+    environment = in_job(TMPDIR=str(tmp_path), MODULES='')
+    lines = [bash(show, project, COMPILE_CACHE=f'{tmp_path}/kept', **environment).stdout for _ in range(2)]
+    assert re.fullmatch(rf'({tmp_path}/kept/\w+-\d+)/triton \1/inductor\n', lines[0]) and lines[1] == lines[0]
+    (tmp_path / 'file').touch()
+    said = bash(show, project, COMPILE_CACHE=f'{tmp_path}/file', **environment).stdout.splitlines()
+    assert 'cannot be made' in said[0] and said[1].startswith(f'{tmp_path}/') and '/file/' not in said[1]
 
 
 def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
@@ -595,10 +604,6 @@ def wait_for_text(path, text, cluster, project, job, seconds=900):
         time.sleep(0.05)
 
 
-def final_weights(out_dir, step=STEPS):
-    return checkpoint.load_weights(str(out_dir / 'checkpoints' / f'step_{step:08}'))[0]
-
-
 @pytest.fixture(scope='module')
 def submitted(cluster, project):
     """Two jobs at a time, which saves some waiting: {name: (job, out_dir)} of two scripts as committed."""
@@ -675,7 +680,7 @@ def test_cut_before_its_time_limit_the_next_element_goes_on_to_equal_weights(clu
     reference = uninterrupted[0]
     losses = [dict(zip(column(out, 'step'), column(out, 'loss'), strict=True)) for out in (reference, out_dir)]
     assert losses[0] and losses[0] == {step: losses[1].get(step) for step in losses[0]}
-    ours, theirs = final_weights(out_dir), final_weights(reference)
+    ours, theirs = weights_of(out_dir, STEPS), weights_of(reference, STEPS)
     assert ours.keys() == theirs.keys()
     for name in theirs:
         assert torch.equal(ours[name], theirs[name]), name

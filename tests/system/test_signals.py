@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import faults
 import pytest
-import torch.distributed as dist
 from launch import TINY_SYNTHETIC, Job
-from outputs import assert_same_weights, complete, last_step, metrics, names_of_checkpoints
+from outputs import assert_same_weights, checkpoint_of, complete, last_step, metrics, names_of_checkpoints
 
 from runtime import checkpoint
 from system import stopping
@@ -84,7 +83,7 @@ def check_stopped(job, out_dir, reason):
     assert re.search(rf'\({reason}\): {step} of {STEPS} ', job.text()), job.text()
     if step > 0:  # at step 0 there is nothing that could be lost
         assert complete(out_dir)[-1] == step == last_step(out_dir)
-        assert checkpoint.find_damage(str(Path(out_dir, 'checkpoints', f'step_{step:08}')), print) is None
+        assert checkpoint.find_damage(checkpoint_of(out_dir, step), print) is None
     assert not Path(out_dir, 'STOP').exists() and not Path(out_dir, 'DONE').exists()
     assert not re.search(r'^\[\d\] ', job.text(), re.MULTILINE), job.text()  # so begins what a failing rank prints
     return step
@@ -185,16 +184,14 @@ def test_a_run_whose_slurm_job_is_nearly_over_saves_and_ends(tmp_path):
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(monkeypatch, one_rank):
     """The time that stopping.py sees: clock.now, which begins at 0. There is a process group of one rank."""
     clock = SimpleNamespace(now=0.0, strftime=time.strftime, localtime=time.localtime)
     clock.time = clock.monotonic = lambda: clock.now
     monkeypatch.setattr(stopping, 'time', clock)
     monkeypatch.setattr(stopping, 'catch_signals', lambda more: None)
     monkeypatch.setattr(stopping, 'job_of_process', lambda: None)
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    yield clock
-    dist.destroy_process_group()
+    return clock
 
 
 @pytest.mark.parametrize('left, leaves_at', [(1000, 950), (100, 75)])  # a short job keeps three quarters of its time

@@ -1,0 +1,52 @@
+"""
+Writes sums of two numbers below 100, on which a tiny model can learn within minutes what large ones learn in days: a
+language of one kind of sentence, and which of two answers is the better one (docs/dpo.md).
+
+    python benchmarks/make_sums.py
+
+    sums/texts.jsonl    {"text": "37+58=95\\n"}: 7,290 of the 8,100 sums, to pretrain on
+    sums/pairs.jsonl    {"prompt": "37+58=", "chosen": "95\\n", "rejected": "94\\n"}: 2,000 of these; one digit is wrong
+    sums/sums.jsonl     the 810 others as tasks, which no training has seen: {"prompt": "37+58=", "answer": "95", ...}
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+PAIRS, HELD_OUT = 2000, 0.1
+
+
+def with_a_wrong_digit(answer, draw):
+    place = draw.randrange(len(answer))
+    others = [digit for digit in '0123456789' if digit != answer[place] and (digit != '0' or place)]
+    return answer[:place] + draw.choice(others) + answer[place + 1 :]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out', type=Path, default=Path('sums'), help='folder for the three files')
+    parser.add_argument('--seed', type=int, default=0)
+    arguments = parser.parse_args()
+    draw = random.Random(arguments.seed)
+    sums = [(f'{a}+{b}=', str(a + b)) for a in range(10, 100) for b in range(10, 100)]
+    draw.shuffle(sums)
+    n = round(HELD_OUT * len(sums))
+    task = {'stop': ['\n'], 'rule': 'exact', 'max_new_tokens': 5}
+    files = {
+        'texts': [{'text': f'{prompt}{answer}\n'} for prompt, answer in sums[n:]],
+        'pairs': [
+            {'prompt': prompt, 'chosen': f'{answer}\n', 'rejected': f'{with_a_wrong_digit(answer, draw)}\n'}
+            for prompt, answer in draw.sample(sums[n:], PAIRS)
+        ],
+        'sums': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in sums[:n]],
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        path = arguments.out / f'{name}.jsonl'
+        path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+        print(f'{path}: {len(rows):,} rows')
+
+
+if __name__ == '__main__':
+    main()

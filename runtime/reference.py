@@ -1,0 +1,139 @@
+"""
+What the model that a run began with thinks of the answers: their log-probabilities under its first weights, which
+train_dpo.py compares with those under its present ones.
+
+    digest = set_reference(model, run, state.get('reference'), beat)   # now batches have them as a fourth part
+
+They are computed once, before the first step, and kept in out_dir/reference.npz, since a resumed run no longer has the
+weights. That costs a forward pass over the data, and no memory for a second model.
+"""
+
+import os
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import data
+from logprobs import document_logps
+from system import collectives, processes
+from system.files import replacing, sha256_of
+
+FILE = 'reference.npz'  # in out_dir: {"split fingerprint" of a source: float32 (windows, documents)}
+
+
+def check_keys(run):
+    """Raise ValueError for keys that would add noise to what is compared with the reference, or a loss that
+    train_dpo.py does not have; note how many pairs there are."""
+    config = run.config
+    for key in ('dropout', 'lora_dropout'):
+        if vars(config)[key]:
+            raise ValueError(
+                f'{key}={vars(config)[key]}: what an answer gains would be lost in the noise of dropout, which the '
+                f'reference does not have either: leave {key} out'
+            )
+    is_mixture = (
+        run.model_config.n_experts if run.model_config else run.pretrained.router_aux or run.pretrained.router_z
+    )
+    for key in ('z_loss', *(('router_aux', 'router_z') if is_mixture else ())):
+        if vars(config)[key]:
+            raise ValueError(f'{key}={vars(config)[key]}: the loss of train_dpo.py is of pairs alone: use --{key}=0')
+    sources = run.train_data.sources
+    windows, pairs = sum(source.n_windows for source in sources), sum(int(source.n_targets.sum()) for source in sources)
+    per_step = config.global_batch_size * pairs / windows
+    run.notes.append(
+        f'{pairs:,} pairs in {windows:,} sequences: a step has {per_step:.4g} of them on average, which other trainers '
+        'call the batch'
+    )
+
+
+def self_test(facts, run):
+    """A line for the log if the answers of the first step's pairs are as likely as their reference says, since nothing
+    has been learned yet. facts: of this rank's pairs, as train_dpo.py has them. Collective. Raises ValueError on every
+    rank otherwise: then something is compared with something else."""
+    moved, logps = (facts[:, :2] / run.config.beta).abs(), facts[:, 4:].abs()
+    largest = (moved / logps.clamp(min=1)).max().item()
+    exact = run.compute_dtype == torch.float32
+    problem = None
+    if not largest <= (1e-4 if exact else 0.02):
+        problem = (
+            f'self-test: an answer has another log-probability in the first step than under the same weights in the '
+            f'reference, by {largest:.2g} of it: the loss would not begin at ln 2; please report this'
+        )
+    collectives.raise_together(problem)
+    return f'self-test: before the first step all answers are as likely as their reference says (within {largest:.1g})'
+
+
+def set_reference(model, run, saved, beat):
+    """
+    Give the training and validation data of a run their reference, for all ranks. Returns the sha256 of its file, which
+    belongs into checkpoints. Collective.
+
+    saved: what the checkpoint says that the run resumes from. beat: called before each forward pass. Raises ValueError
+    on every rank if the run resumes and the file is gone, or another.
+    """
+    path = os.path.join(run.config.out_dir, FILE)
+    mixtures = {'train': run.train_data, 'val': run.val_data}
+    keys = {
+        f'{split} {source.fingerprint}': source for split, mixture in mixtures.items() for source in mixture.sources
+    }
+    if run.found:
+        arrays, digest = collectives.on_rank_0(read, path, saved, keys)
+    else:
+        found = [array for mixture in mixtures.values() for array in compute(model, mixture, run, beat)]
+        arrays = dict(zip(keys, found, strict=True))
+        digest = None if run.config.eval_only else collectives.on_rank_0(write, path, arrays)
+    for key, source in keys.items():
+        source.reference = arrays[key]
+    return digest
+
+
+@torch.no_grad()
+def compute(model, mixture, run, beat):
+    """For each source of a mixture float32 (n_windows, n_starts): the sums of document_logps() of all its windows. Rows
+    have the shape that they have in training, where the same tokens then get the same log-probabilities."""
+    arrays = [torch.zeros(source.n_windows, mixture.n_starts) for source in mixture.sources]
+    places = mixture.n_windows * len(mixture.sources), run.config.batch_size, run.rank, run.world_size
+    model.eval()
+    rounds = data.rounds_of(mixture, *places)
+    for (batch, _), (number, windows) in zip(data.eval_batches(mixture, *places, run.device), rounds, strict=True):
+        beat()
+        sums, _ = document_logps(model, *batch)
+        arrays[number][windows] = sums[: len(windows)].cpu()
+    model.train()
+    processes.reshard(model)
+    for array in arrays:  # each rank has some of the rows, and zeros elsewhere
+        on_device = array.to(run.device)
+        dist.all_reduce(on_device)
+        array.copy_(on_device)
+    return [array.numpy() for array in arrays]
+
+
+def write(path, arrays):
+    """Returns the sha256 of the file."""
+    with replacing(path, 'wb') as file:
+        np.savez(file, **arrays)
+    return sha256_of(path)
+
+
+def read(path, digest, keys):
+    """(the arrays, the sha256) of a file that write() has written. Raises ValueError if it is not the one with this
+    sha256, or lacks one of the keys."""
+    begin = 'begin anew in another --out_dir'
+    if digest is None:
+        raise ValueError(
+            f'the checkpoint beside {path} has no reference, since another script or loss_type=simpo wrote it: '
+            f'{begin}, with this one as --init_from'
+        )
+    if not os.path.exists(path) or sha256_of(path) != digest:
+        state = 'is another file than' if os.path.exists(path) else 'is missing,'
+        raise ValueError(
+            f'{path} {state} the reference that this run began with, and its weights have moved: copy it back, or '
+            f'{begin}'
+        )
+    with np.load(path) as file:
+        arrays = {key: file[key] for key in file.files}
+    if lacking := [key for key in keys if key not in arrays]:
+        split, other = lacking[0].split()[0], 'val_dataset' if lacking[0].startswith('val') else 'dataset'
+        raise ValueError(f'{path} has no reference of this {split} data: resume with the same --{other}, or {begin}')
+    return arrays, digest

@@ -1,0 +1,518 @@
+"""train_dpo.py: the losses beside formulas, a plain loop of transformers and TRL; layouts, resumed runs, refusals."""
+
+import ast
+import copy
+import json
+import math
+import random
+import re
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from chats import messages_of, write_rows
+from launch import REPO, refusals, run_many
+from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
+from precision import assert_same_run
+from prepared import prepare
+from pretrained import VOCABULARY, save_model
+from short import slow_but
+
+import data
+from huggingface import finetune
+from logprobs import document_logps, token_logps
+from text.chat_rows import pair_of
+
+SEED, BLOCK, STEPS = 1337, 192, 4
+RUN = [f'--block_size={BLOCK}', '--global_batch_size=6', '--batch_size=1', f'--max_iters={STEPS}', '--warmup_iters=0']
+RUN += ['--device=cpu', '--dtype=float32', '--learning_rate=1e-3', '--lr_schedule=constant', '--weight_decay=0']
+RUN += ['--log_interval=1', '--eval_interval=2', '--eval_iters=1', '--checkpoint_interval=2', '--compile=False']
+FACTS = 'loss grad_norm rewards/chosen rewards/rejected rewards/margins logps/chosen logps/rejected'.split()
+
+
+def function_of(name, **names):
+    """A function of train_dpo.py as it stands there, which sees `names` as its globals."""
+    tree = ast.parse((REPO / 'train_dpo.py').read_text())
+    (node,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    names |= {'torch': torch, 'F': F}
+    exec(compile(ast.Module([node], []), 'train_dpo.py', 'exec'), names)
+    return names[name]
+
+
+def losses_of_pairs(loss_type, beta=0.1, label_smoothing=0.0, simpo_gamma=1.375, sft_weight=0.0):
+    keys = {'loss_type': loss_type, 'beta': beta, 'label_smoothing': label_smoothing}
+    config = SimpleNamespace(**keys, simpo_gamma=simpo_gamma, sft_weight=sft_weight)
+    return function_of('losses_of_pairs', config=config)
+
+
+def rows_of_pairs(n, seed=0):
+    draw = random.Random(seed)
+
+    def answer(letter):
+        return letter * draw.choice((1, 5, 60)) + str(draw.randint(0, 999))  # one pair in a window, or two
+
+    return [{'prompt': f'q{number}', 'chosen': answer('g'), 'rejected': answer('b')} for number in range(n)]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """A tiny Llama, and 'pairs', prepared with its tokenizer, whose rows are rows_of_pairs(90); 'chats' of the same."""
+    folder = tmp_path_factory.mktemp('dpo')
+    save_model(folder / 'llama', 'llama', max_position_embeddings=BLOCK)
+    rows = rows_of_pairs(90)
+    write_rows(folder / 'pairs.jsonl', [*rows, {'prompt': 'q', 'chosen': 'a', 'rejected': 'a'}])
+    options = [f'--tokenizer={folder}/llama', '--val_fraction=0.2', '--num_proc=1']
+    said = prepare(folder, '--pairs', f'--dataset={folder}/pairs.jsonl', '--name=pairs', *options).stdout
+    assert 'rows whose chosen and rejected answers are the same, left out (1)' in said
+    assert '【g' in said and '<|im_end|>】' in said and said.index('【g') < said.index('【b')
+    write_rows(folder / 'chats.jsonl', [{'prompt': row['prompt'], 'completion': row['chosen']} for row in rows])
+    prepare(folder, f'--dataset={folder}/chats.jsonl', '--name=chats', *options)
+    return folder
+
+
+def keys_of(folder, out, *more):
+    more = [key.replace('FOLDER', str(folder)) for key in more]
+    return [
+        *RUN,
+        f'--init_from={folder}/llama',
+        f'--data_dir={folder}/data',
+        '--dataset=pairs',
+        f'--out_dir={out}',
+        *more,
+    ]
+
+
+# --- the losses -------------------------------------------------------------------------------------------------------
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+@pytest.mark.parametrize('smoothing', [0.0, 0.2])
+@pytest.mark.parametrize('loss_type', ['sigmoid', 'sigmoid_norm', 'ipo', 'simpo'])
+def test_losses_are_those_of_the_papers(loss_type, smoothing):
+    draw = torch.Generator().manual_seed(1)
+    logps, reference = (torch.rand(5, 2, generator=draw, dtype=torch.float64) * -20 for _ in range(2))
+    n = torch.randint(1, 9, (5, 2), generator=draw).double()
+    beta, gamma, weight = 0.3, 0.7, 0.25
+    found = losses_of_pairs(loss_type, beta, smoothing, gamma, weight)(logps, reference, n)
+    for loss, now, before, tokens in zip(*(part.tolist() for part in (found, logps, reference, n)), strict=True):
+        gained = [one - other for one, other in zip(now, before, strict=True)]
+        per_token, of_now = ([value / m for value, m in zip(values, tokens, strict=True)] for values in (gained, now))
+        ahead = {
+            'sigmoid': beta * (gained[0] - gained[1]),
+            'sigmoid_norm': beta * (per_token[0] - per_token[1]),
+            'simpo': beta * (of_now[0] - of_now[1]) - gamma,
+            'ipo': per_token[0] - per_token[1],
+        }[loss_type]
+        expected = -(1 - smoothing) * log_sigmoid(ahead) - smoothing * log_sigmoid(-ahead)
+        if loss_type == 'ipo':
+            expected = (ahead - 1 / (2 * beta)) ** 2
+        assert loss == pytest.approx(expected - weight * of_now[0], rel=1e-12)
+
+
+def test_what_each_loss_begins_with():
+    logps, n = torch.full((3, 2), -7.0), torch.tensor([[2.0, 5.0]] * 3)
+    for loss_type, beta, begin in (('sigmoid', 0.1, math.log(2)), ('sigmoid_norm', 5, math.log(2)), ('ipo', 0.1, 25)):
+        assert losses_of_pairs(loss_type, beta)(logps, logps, n).tolist() == pytest.approx([begin] * 3, rel=1e-6)
+
+
+# --- beside a plain loop ----------------------------------------------------------------------------------------------
+
+
+def text_of(row, which):
+    return [f'<|im_start|>user\n{row["prompt"]}<|im_end|>\n<|im_start|>assistant\n', f'{row[which]}<|im_end|>']
+
+
+def ids_of(text):
+    """By hand: the tokenizer of save_model() knows bytes and three special tokens."""
+    for number, special in enumerate(('<|endoftext|>', '<|im_start|>', '<|im_end|>')):
+        text = text.replace(special, chr(0xE000 + number))
+    return [256 + ord(letter) - 0xE000 if ord(letter) >= 0xE000 else ord(letter) for letter in text]
+
+
+def pairs_of_steps(folder):
+    """For each step the rows of its pairs, found by the tokens in the windows that the run reads."""
+    places = {}
+    for row in rows_of_pairs(90):
+        chosen, rejected = (ids_of(''.join(text_of(row, which)))[:-1] for which in ('chosen', 'rejected'))
+        places[(*chosen, -1, *rejected)] = row
+    keys = {'dataset': 'pairs', 'data_dir': f'{folder}/data', 'dataset_stages': (), 'block_size': BLOCK}
+    mixture = data.open_mixture({**keys, 'vocab_size': VOCABULARY, 'windows': 'stream'}, 'train')
+    mixture.plan(STEPS, 6)
+    batches, steps = data.batches(mixture, SEED, 0, 6, 6, 0, 1, 'cpu'), []
+    for step in range(STEPS):
+        rows, in_windows = [], []
+        for x, starts in zip(*(part.numpy() for part in next(batches)[::2]), strict=True):
+            documents = [part.tolist() for part in np.split(x, starts[(starts > 0) & (starts < BLOCK)])]
+            for chosen, rejected in zip(documents[::2], documents[1::2], strict=False):
+                rows.append(places[(*chosen, -1, *rejected)])
+            in_windows.append(len(rows) - sum(in_windows))
+        assert mixture.count_targets(SEED, 6 * step, 6) == len(rows) == sum(in_windows)
+        assert len({*in_windows}) > 1, 'equally many pairs in each window: a mean over micro-steps would pass'
+        steps.append(rows)
+    batches.close()
+    return steps
+
+
+def logp_of(model, row, which):
+    """The log-probability of one answer, alone in a row, and how many tokens it has."""
+    prompt, answer = map(ids_of, text_of(row, which))
+    ids = torch.tensor([prompt + answer])
+    logps = torch.log_softmax(model(ids[:, :-1]).logits[0], -1).gather(1, ids[0, 1:, None])[len(prompt) - 1 :]
+    assert len(logps) == len(answer)
+    return logps.sum(), len(answer)
+
+
+def plain_loop(folder, beta=0.1):
+    """The metrics of the run's steps, by transformers alone: each answer by itself, and a second model as reference."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / 'llama', dtype=torch.float32)
+    reference, rows = copy.deepcopy(model), []
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in pairs_of_steps(folder):
+        found = []
+        for row in step:
+            (good, _), (bad, _) = (logp_of(model, row, which) for which in ('chosen', 'rejected'))
+            with torch.no_grad():
+                (before, _), (bad_before, _) = (logp_of(reference, row, which) for which in ('chosen', 'rejected'))
+            loss = -F.logsigmoid(beta * ((good - before) - (bad - bad_before)))
+            (loss / len(step)).backward()
+            gained = [beta * (good - before).item(), beta * (bad - bad_before).item()]
+            found.append([loss.item(), *gained, gained[0] - gained[1], good.item(), bad.item()])
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        opt.step()
+        opt.zero_grad()
+        loss, *others = np.mean(found, 0).tolist()
+        rows.append(dict(zip(FACTS, [loss, norm, *others], strict=True)))
+    return rows, model.state_dict()
+
+
+LORA = ['--lora_rank=4', '--learning_rate=1e-2']
+FSDP, MANUAL = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual']
+CASES = {  # name: (ranks, the case that it has to equal, keys)
+    'one': (1, None, []),
+    'accumulated by twos': (1, 'one', ['--batch_size=2']),
+    'lora': (1, None, LORA),
+    'native': (1, 'one', ['--native=True']),
+    'ddp': (2, 'one', []),
+    'fsdp': (2, 'one', FSDP),
+    'manual': (2, 'one', MANUAL),
+    'manual, stage 2, sharded sums': (2, 'one', [*MANUAL, '--zero_stage=2', '--accumulate=sharded']),
+    'ddp, lora': (2, 'lora', LORA),
+    'fsdp, lora': (2, 'lora', [*FSDP, *LORA]),
+    'ddp 3': (3, 'one', []),
+    'fsdp 3': (3, 'one', FSDP),
+    'manual 3': (3, 'one', MANUAL),
+    'fsdp, recomputed': (2, 'one', [*FSDP, '--activation_checkpointing=full']),
+}
+SHORT = ['one', 'lora', 'ddp', 'fsdp', 'manual', 'fsdp, lora']
+REFUSED = {  # name: (script, keys, what the line says)
+    'text': ('train_dpo.py', ['--dataset=chats'], 'holds no pairs .*prepare_data.py --pairs'),
+    'pairs as text': ('train_ddp.py', [], 'dataset=pairs holds pairs of .*train_dpo.py learns from these'),
+    'validation': ('train_ddp.py', ['--dataset=chats', '--val_dataset=pairs'], 'val_dataset=pairs holds pairs of'),
+    'mixed': ('train_dpo.py', ['--dataset=pairs:0.5,chats:0.5'], 'pairs holds pairs .*cannot be mixed'),
+    'too long': ('train_dpo.py', ['--block_size=30'], r'since both answers .* use --block_size=\d+ or more'),
+    'scratch': ('train_dpo.py', ['--init_from=scratch'], 'holds pairs, for .* give its --init_from'),
+    'dropout': ('train_dpo.py', ['--dropout=0.1'], 'dropout=0.1: .*leave dropout out'),
+    'z_loss': ('train_dpo.py', ['--z_loss=0.1'], 'z_loss=0.1: .*use --z_loss=0'),
+    'offload': ('train_dpo.py', ['--cpu_offload=params'], 'cpu_offload=params with strategy=ddp, .*--strategy=fsdp'),
+    'hsdp': ('train_dpo.py', ['--replicate_size=2'], 'replicate_size'),
+}
+
+
+@pytest.fixture(scope='module')
+def runs(folder, has_slow_tests):
+    """{name: its out_dir} of CASES, and of REFUSED what ended it, {name: text}."""
+    outs, errors = {name: folder / f'run {name}' for name in CASES}, {}
+    for nproc in (1, 2, 3):
+        cases = [
+            {'name': name, 'script': 'train_dpo.py', 'arguments': keys_of(folder, outs[name], *keys)}
+            for name, (ranks, _, keys) in CASES.items()
+            if ranks == nproc and (has_slow_tests or name in SHORT)
+        ]
+        for name, (script, keys, _) in REFUSED.items() if nproc == 1 else ():
+            arguments = keys_of(folder, folder / f'refused {name}', *keys)
+            cases.append({'name': name, 'script': script, 'arguments': arguments, 'may_fail': True})
+        results = run_many(cases, nproc, folder)
+        errors |= {name: result['error'] for name, result in results.items() if 'error' in result}
+    return outs, errors
+
+
+def test_a_run_is_equal_to_a_plain_loop(folder, runs):
+    """Which has no windows, no packing, no chunks, and writes the template by hand."""
+    rows, weights = plain_loop(folder)
+    out = runs[0]['one']
+    before, *found = metrics(out)
+    assert before['val_loss'] == pytest.approx(math.log(2), abs=1e-6) and before['val_accuracy'] == 0
+    assert found[0]['loss'] == pytest.approx(math.log(2), abs=1e-6) and found[0]['rewards/accuracies'] == 0
+    assert found[-1]['loss'] < 0.6 and found[-1]['rewards/accuracies'] > 0.5
+    for name in FACTS:
+        near = [(row[name], plain[name]) for row, plain in zip(found, rows, strict=True)]
+        assert all(abs(a - b) < 2e-5 * max(1, abs(b)) for a, b in near), (name, near)
+    ours = weights_of(out, STEPS)
+    assert max((ours[name] - weights[name]).abs().max().item() for name in ours) < 3e-5
+
+
+@pytest.mark.parametrize('name', slow_but(SHORT, [name for name, case in CASES.items() if case[1]]))
+def test_layouts_are_equal(runs, name):
+    outs, expected = runs[0], CASES[name][1]
+    for fact in ('loss', 'logps/chosen', 'logps/rejected', 'val_loss'):
+        assert_same_run(column(outs[name], fact), column(outs[expected], fact), f'{name}: {fact}')
+
+
+def test_lora_begins_at_the_base(runs):
+    rows = metrics(runs[0]['lora'])
+    assert rows[0]['val_loss'] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[-1]['val_loss'] < math.log(2) and rows[-1]['val_margin'] > 0
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_it_is_refused_in_one_line(runs, name):
+    (line,) = [line for line in runs[1][name].splitlines() if line.startswith('ValueError: ')]
+    assert re.search(REFUSED[name][2], line), line
+
+
+# --- resumed ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on_to_the_bit_and_only_with_its_own_reference(folder, runs):
+    out = runs[0]['ddp']
+    killed = as_of_step(2, out, folder / 'killed', rows=4)
+    run_many([{'name': 'killed', 'script': 'train_dpo.py', 'arguments': keys_of(folder, killed)}], 2, folder)
+    assert_same_weights(killed, out, STEPS)
+    assert_same_rows(killed, out, ('step', *FACTS, 'val_loss', 'val_accuracy', 'val_margin'))
+
+    other = as_of_step(2, out, folder / 'other reference', rows=4)
+    shutil.copy(folder / 'run fsdp' / 'metrics.jsonl', other / 'reference.npz')
+    line, same = refusals([['train_dpo.py', *keys_of(folder, other)]] * 2)
+    assert line == same and 'is another file than the reference that this run began with' in line
+
+
+# --- the pieces -------------------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_at_a_temperature_in_chunks_and_of_filler(folder):
+    pretrained = finetune.Pretrained(str(folder / 'llama'), block_size=BLOCK)
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    model.to_empty(device='cpu')
+    finetune.load(model, pretrained)
+    draw = torch.Generator().manual_seed(2)
+    x, y = (torch.randint(VOCABULARY, (3, 20), generator=draw) for _ in range(2))
+    y[torch.rand(3, 20, generator=draw) < 0.5] = -1
+    y[2] = -1
+    starts = torch.tensor([[0, 7, 20], [0, 12, 15], [0, 20, 20]])
+    logits = model(x, starts=starts)
+    expected = torch.log_softmax(logits / 0.7, -1).gather(2, y.clamp(min=0)[..., None])[..., 0][y >= 0]
+    found = token_logps(model, x, y, starts, temperature=0.7)
+    assert torch.allclose(found, expected, atol=1e-5, rtol=0)
+    sums, counts = document_logps(model, x, y, starts)
+    plain = torch.log_softmax(logits, -1).gather(2, y.clamp(min=0)[..., None])[..., 0].masked_fill(y < 0, 0)
+    assert torch.allclose(sums[1], torch.stack([part.sum() for part in plain[1].split([12, 3, 5])]), atol=1e-4)
+    assert counts.tolist()[0] == [(y[0, :7] >= 0).sum(), (y[0, 7:] >= 0).sum(), 0] and counts[2].tolist() == [0, 0, 0]
+
+
+A, B = {'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': 'b'}
+GOOD, BAD = {'role': 'assistant', 'content': 'good'}, {'role': 'assistant', 'content': 'bad'}
+SHAREGPT = [{'from': 'human', 'value': 'A?'}]
+ONE = ([A], 'good', 'bad')  # the prompt without weights, and the learned answers
+ROWS = {
+    'texts': ({'prompt': 'A?', 'chosen': 'good', 'rejected': 'bad'}, ONE),
+    'lists behind a prompt': ({'prompt': [A], 'chosen': [GOOD], 'rejected': [BAD]}, ONE),
+    'whole lists (trl-lib/ultrafeedback_binarized)': (
+        {'chosen': [A, GOOD], 'rejected': [A, BAD], 'score_chosen': 9},
+        ONE,
+    ),
+    'a text and whole lists (HuggingFaceH4/ultrafeedback_binarized)': (
+        {'prompt': 'A?', 'chosen': [A, GOOD], 'rejected': [A, BAD], 'messages': [A, GOOD]},
+        ONE,
+    ),
+    'several turns': (
+        {'chosen': [A, B, A, GOOD], 'rejected': [A, B, A, BAD]},
+        ([A, {**B, 'weight': 0}, A], 'good', 'bad'),
+    ),
+    'transcripts (Anthropic/hh-rlhf)': (
+        {
+            'chosen': '\n\nHuman: A?\n\nAssistant: b\n\nHuman: A?\n\nAssistant: Yes, good',
+            'rejected': '\n\nHuman: A?\n\nAssistant: b\n\nHuman: A?\n\nAssistant: Yes, bad',
+        },
+        ([A, {**B, 'weight': 0}, A], 'Yes, good', 'Yes, bad'),
+    ),
+    'system, question (Intel/orca_dpo_pairs)': (
+        {'system': 'S', 'question': 'A?', 'chosen': 'good', 'rejected': 'bad'},
+        ([{'role': 'system', 'content': 'S'}, A], 'good', 'bad'),
+    ),
+    'conversations (LLaMA-Factory)': (
+        {
+            'conversations': SHAREGPT,
+            'chosen': {'from': 'gpt', 'value': 'good'},
+            'rejected': {'from': 'gpt', 'value': 'bad'},
+        },
+        ONE,
+    ),
+    'instruction and input': ({'instruction': 'A?', 'input': 'x', 'chosen': 'good', 'rejected': 'bad'}, None),
+    'lists as JSON': ({'chosen': json.dumps([A, GOOD]), 'rejected': json.dumps([A, BAD])}, ONE),
+}
+
+
+@pytest.mark.parametrize('name', ROWS)
+def test_rows_that_people_have(name):
+    row, expected = ROWS[name]
+    pair = json.loads(pair_of(row))
+    if expected is None:
+        assert pair['chosen']['messages'][0]['content'] == 'A?\n\nx'
+        return
+    prompt, *answers = expected
+    for which, answer in zip(('chosen', 'rejected'), answers, strict=True):
+        assert pair[which]['messages'] == [*prompt, {'role': 'assistant', 'content': answer}]
+
+
+@pytest.mark.parametrize(
+    ('row', 'reason'),
+    [
+        ({'prompt': 'A?', 'chosen': 'a', 'rejected': 'a'}, 'are the same'),
+        ({'chosen': [A, GOOD], 'rejected': [A, GOOD]}, 'are the same'),
+        ({'prompt': 'A?', 'chosen': 'a', 'rejected': ' '}, 'an empty answer'),
+        ({'chosen': [A, GOOD], 'rejected': [A]}, 'an empty answer'),
+        ({'chosen': [A, GOOD], 'rejected': [{**A, 'content': 'C?'}, BAD]}, 'different prompts'),
+        ({'chosen': 'a', 'rejected': 'b'}, 'without what they answer'),
+        ({'prompt': 'A?', 'chosen': 'a'}, "without the field 'rejected'"),
+        ({'prompt': 'A?', 'completion': 'a', 'label': True}, 'single answers: join a good and a bad one'),
+    ],
+)
+def test_rows_that_are_no_pairs(row, reason):
+    with pytest.raises(ValueError, match=reason):
+        pair_of(row)
+
+
+def test_pairs_of_a_tokenizer_without_a_template(folder):
+    rows = [{'prompt': f'{a}+1=', 'chosen': f'{a + 1}\n', 'rejected': f'{a + 2}\n'} for a in range(20)]
+    rows.append({'chosen': messages_of([('user', 'a'), ('system', 'b'), ('assistant', 'c')]), 'rejected': [A, BAD]})
+    write_rows(folder / 'sums.jsonl', rows)
+    options = [f'--dataset={folder}/sums.jsonl', '--tokenizer=bytes', '--val_fraction=0', '--num_proc=1']
+    said = prepare(folder, '--pairs', *options, '--name=sums').stdout
+    assert '<|endoftext|>0+1=【1\n<|endoftext|>】' in said and 'different prompts, or to none, left out (1)' in said
+    keys = {'dataset': 'sums', 'data_dir': f'{folder}/data', 'dataset_stages': (), 'block_size': 32}
+    mixture = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream'}, 'train')
+    (source,) = mixture.sources
+    assert source.n_targets.sum() == 20 and mixture.has_starts
+    unpacked = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream', 'packing': False}, 'train')
+    assert unpacked.n_windows == 20 and unpacked.sources[0].n_targets.tolist() == [1] * 20 and unpacked.has_starts
+
+
+# --- beside TRL -------------------------------------------------------------------------------------------------------
+
+OF_TRL = {'bos_token_id': None, 'eos_token_id': 63, 'pad_token_id': 0, 'vocab_size': 64, 'initializer_range': 0.1}
+OF_TRL |= {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
+OF_TRL |= {'num_key_value_heads': 2, 'max_position_embeddings': 64}
+# The first and the last of the ten losses, which TRL 1.16 gave on another machine.
+TRLS_LOSSES = {'sigmoid': (0.693147, 0.694926), 'ipo': (25.0, 25.554735)}
+
+
+def rows_of_ids(n):
+    draw = torch.Generator().manual_seed(1)
+
+    def ids(low, high):
+        length = int(torch.randint(low, high, (), generator=draw))
+        return torch.randint(1, 63, (length,), generator=draw).tolist()
+
+    return [
+        {'prompt_ids': ids(3, 12), 'chosen_ids': [*ids(2, 14), 63], 'rejected_ids': [*ids(2, 20), 63]} for _ in range(n)
+    ]
+
+
+def by_trl(model, rows, loss_type, beta, folder):
+    """The losses of TRL's DPOTrainer, 4 rows a step."""
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    losses = []
+
+    class Trainer(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset, *args, **kwargs):
+            return dataset
+
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def log(self, logs, *args, **kwargs):
+            losses.extend([logs['loss']] if 'grad_norm' in logs else [])
+
+    words = tokenizers.models.WordLevel({str(number): number for number in range(64)}, unk_token='0')
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), eos_token='63', pad_token='0'
+    )
+    config = trl.DPOConfig(
+        output_dir=str(folder), max_steps=len(rows) // 4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-3, lr_scheduler_type='constant', weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95,
+        max_grad_norm=1.0, logging_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy='no', beta=beta,
+        disable_tqdm=True, gradient_checkpointing=False, loss_type=loss_type, optim='adamw_torch',
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    Trainer(
+        model=model, ref_model=copy.deepcopy(model), args=config, train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    ).train()  # fmt: skip
+    return losses
+
+
+def packed_row(rows):
+    """x, y, starts of one sequence that holds the pairs of some rows, without padding."""
+    x, y, starts = [], [], [0]
+    for row in rows:
+        for answer in (row['chosen_ids'], row['rejected_ids']):
+            ids = row['prompt_ids'] + answer
+            x += ids[:-1]
+            y += [-1] * (len(row['prompt_ids']) - 1) + answer
+            starts.append(len(x))
+    return torch.tensor([x]), torch.tensor([y]), torch.tensor([starts])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('loss_type', 'beta', 'close'), [('sigmoid', 0.1, 1e-6), ('sigmoid_norm', 5.0, 5e-6), ('ipo', 0.1, 1e-5)]
+)
+def test_ten_steps_are_those_of_trl(tmp_path, loss_type, beta, close):
+    """Ours with the pairs packed into rows, and with uneven micro-steps."""
+    pytest.importorskip('trl')
+    import transformers
+
+    torch.manual_seed(0)
+    theirs, rows = transformers.LlamaForCausalLM(transformers.LlamaConfig(**OF_TRL)).float(), rows_of_ids(40)
+    theirs.save_pretrained(tmp_path / 'model')
+    pretrained = finetune.Pretrained(str(tmp_path / 'model'))
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    model.to_empty(device='cpu')
+    finetune.load(model, pretrained)
+    first, losses = copy.deepcopy(model), []
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    loss_of = losses_of_pairs(loss_type, beta)
+    for step in range(10):
+        pairs, total = rows[4 * step : 4 * step + 4], 0.0
+        for micro_step in (pairs[:1], pairs[1:]):
+            batch = packed_row(micro_step)
+            logps, n = document_logps(model, *batch)
+            with torch.no_grad():
+                reference, _ = document_logps(first, *batch)
+            loss = loss_of(*(part[0, :-1].view(-1, 2) for part in (logps, reference, n))).sum() / len(pairs)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        losses.append(total)
+    expected = by_trl(theirs, rows, loss_type, beta, tmp_path / 'out')
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= close, (losses, expected)
+    weights = theirs.state_dict()
+    assert max((weights[name] - tensor).abs().max().item() for name, tensor in model.state_dict().items()) <= 1e-5
+    if loss_type in TRLS_LOSSES:
+        assert [losses[0], losses[-1]] == pytest.approx(TRLS_LOSSES[loss_type], abs=5e-5)

@@ -1,0 +1,216 @@
+"""
+Train a language model to prefer the better of two answers: direct preference optimisation (DPO, arXiv 2305.18290).
+
+    python prepare_data.py --pairs --dataset=pairs.jsonl --tokenizer=models/NAME --name=pairs
+    torchrun --nproc_per_node=4 train_dpo.py config/dpo_chat.py --init_from=models/NAME --dataset=pairs
+    python train_dpo.py --help                                        # every key with its default and meaning
+
+A row of the data is a prompt with a chosen and a rejected answer. The model learns to make the chosen one more likely,
+relative to the rejected one, than it was at the beginning. It is trained as in train_ddp.py or train_fsdp.py, by the
+key `strategy`, and `diff train_fsdp.py train_dpo.py` shows what is new: the reference, and the loss of a pair.
+docs/dpo.md says what one sees in a run, and what goes wrong.
+"""
+
+import math
+from typing import Literal
+
+from configurator import configure
+from keys import BestKeys, Keys, ShardingKeys, TaskKeys
+
+
+# --- KNOBS ------------------------------------------------------------------------------------------------------------
+class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
+    # dpo [result]
+    loss_type: Literal['sigmoid', 'sigmoid_norm', 'ipo', 'simpo'] = 'sigmoid'  # of a pair; docs/dpo.md compares them
+    beta = 0.1  # how far from the reference is far: lower = further; sigmoid_norm 5, simpo 2.5 [> 0]
+    label_smoothing = 0.0  # share of the pairs whose order is believed to be wrong (cDPO) [>= 0, < 0.5]
+    simpo_gamma = 1.375  # simpo: the chosen answer has to be ahead by gamma / beta per token [>= 0]
+    sft_weight = 0.0  # also learn the chosen answers as they are, with this weight: against displacement [>= 0]
+    # strategy
+    strategy: Literal['ddp', 'fsdp'] = 'ddp'  # each rank holds the whole model, or a slice of each weight [per job]
+    # fsdp [per job]
+    replicate_size = 1  # HSDP: copies of the sharded model, e.g. one per node; their gradients are averaged [>= 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import data
+import fsdp
+import optim
+from expert_manual import balance_experts
+from logprobs import document_logps
+from runtime.begin import begin, make_model, order_buckets
+from runtime.first_weights import initialise
+from runtime.reference import check_keys, self_test, set_reference
+from runtime.watch import Watch
+
+run = begin(config, explicit, config.strategy, pairs=True)  # every key that the run needs now has a value
+check_keys(run)
+run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
+rank, world_size, device = run.rank, run.world_size, run.device
+batch_size, global_batch_size = config.batch_size, config.global_batch_size
+is_sharded = config.strategy == 'fsdp'
+
+# --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
+model = raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
+if is_sharded:  # by fully_shard, or by fsdp_manual.py
+    model = fsdp.shard(raw_model, run.layout.mesh(device, config.timeout_s), run)
+initialise(raw_model, run)  # fp32 master weights; under FSDP each rank keeps its slice
+if world_size > 1 and not is_sharded:
+    if config.compile:  # dynamo would split blocks at ends of gradient buckets, but DDP's hooks run between blocks
+        torch._dynamo.config.optimize_ddp = False
+    model = DistributedDataParallel(
+        raw_model, device_ids=[device] if run.on_cuda else None, gradient_as_bucket_view=True
+    )
+    model.broadcast_buffers = False  # as in train_ddp.py
+
+# --- OPTIMIZER --------------------------------------------------------------------------------------------------------
+if is_sharded:
+    opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
+else:
+    opt = optim.from_config(raw_model, config, device, copies=dist.group.WORLD)  # all ranks have the same gradients
+scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
+step, state = run.resume(raw_model, opt, scaler)
+
+
+# --- THE LOSS ---------------------------------------------------------------------------------------------------------
+def losses_of_pairs(logps, reference, n):
+    """
+    The loss of each pair, (P). In column 0 of logps, reference and n, (P, 2), is the chosen answer, in column 1 the
+    rejected one: its log-probability now and under the first weights, summed over its tokens, and how many these are.
+
+    How much more likely an answer has become, logps - reference, is what DPO takes for its reward, times beta. All
+    losses push the chosen answer's above the rejected one's. They differ in whether they count it per answer or per
+    token, and in what they compare: simpo has no reference, and for ipo a certain distance is enough.
+    """
+    reward = logps if config.loss_type == 'simpo' else logps - reference
+    if config.loss_type != 'sigmoid':
+        reward = reward / n
+    ahead = reward[:, 0] - reward[:, 1]
+    if config.loss_type == 'ipo':  # arXiv 2310.12036, eq. 17
+        losses = (ahead - 1 / (2 * config.beta)) ** 2
+    else:  # eq. 7 of DPO; sigmoid_norm: arXiv 2411.15124; simpo: arXiv 2405.14734
+        ahead = config.beta * ahead - (config.simpo_gamma if config.loss_type == 'simpo' else 0)
+        losses = -F.logsigmoid(ahead)
+        if config.label_smoothing:  # cDPO: with this probability the other answer is the better one
+            losses = (1 - config.label_smoothing) * losses - config.label_smoothing * F.logsigmoid(-ahead)
+    return losses - config.sft_weight * logps[:, 0] / n[:, 0] if config.sft_weight else losses
+
+
+FACTS = [
+    'rewards/chosen',
+    'rewards/rejected',
+    'rewards/accuracies',
+    'rewards/margins',
+    'logps/chosen',
+    'logps/rejected',
+]
+
+
+def losses_of_batch(x, y, starts, reference=None):
+    """(the loss, FACTS) of each pair in a batch: (P) and (P, 6)."""
+    sums, counts = document_logps(model, x, y, starts)  # (B, M); documents 2k and 2k + 1 of a row are a pair
+    reference = torch.zeros_like(sums) if reference is None else reference  # simpo
+    logps, reference, n = (part[:, :-1].unflatten(1, (-1, 2)) for part in (sums, reference, counts))
+    is_pair = n[:, :, 0] > 0  # the other places are empty, or padding
+    logps, reference, n = logps[is_pair], reference[is_pair], n[is_pair]  # (P, 2)
+    losses, now = losses_of_pairs(logps, reference, n), logps.detach()
+    rewards = config.beta * (now / n if config.loss_type == 'simpo' else now - reference)
+    margins = rewards[:, :1] - rewards[:, 1:]
+    return losses, torch.cat((rewards, margins > 0, margins, now), 1).double()
+
+
+def val_losses(_, batches, beat):
+    """As evaluation.validation.of_each_batch(): also how many pairs are in the right order, and by how much."""
+    for batch, source in batches:
+        beat()
+        losses, facts = losses_of_batch(*batch)
+        yield torch.stack((losses.double().sum(), *facts[:, 2:4].sum(0))), losses.new_tensor(len(losses)), source
+
+
+watch = Watch(run, step, state, losses=val_losses, metrics=('val_accuracy', 'val_margin'))  # whatever only observes
+watch.self_test(model, raw_model)
+
+# --- REFERENCE --------------------------------------------------------------------------------------------------------
+# The log-probability of every answer under the weights that the run begins with: with LoRA those of the base. A resumed
+# run reads them from its out_dir, because its weights have moved.
+digest = None
+if config.loss_type != 'simpo':
+    digest = set_reference(model, run, state.get('reference'), lambda: watch.at('reference', step))
+if config.eval_only:
+    watch.evaluate_only(model, step)
+
+
+# --- LOOP -------------------------------------------------------------------------------------------------------------
+def save(step):
+    watch.save(step, raw_model, opt, scaler.state_dict(), more={'reference': digest})
+
+
+also_log = model.communication if is_sharded and config.fsdp_impl == 'manual' else None
+watch.begin_training(model, save, also_log=also_log)
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
+train_batches = data.batches(
+    run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
+    batch_size=batch_size, rank=rank, world_size=world_size, device=device,
+)  # fmt: skip
+if world_size > 1 and not is_sharded:
+    order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
+while step < config.max_iters and not watch.must_stop:
+    lr = optim.learning_rate_at(step, config)
+    for group in opt.param_groups:
+        group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
+    # A window holds several pairs, or one. This factor turns the sum over this rank's pairs, of gradients that are
+    # averaged over the ranks, into the mean over all pairs of the global batch, however they lie in windows.
+    pairs = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
+    loss_scale = world_size / pairs
+
+    # forward and backward, micro-step by micro-step; the gradients add up
+    watch.begin_step(step)
+    step_loss, step_facts = torch.zeros((), device=device), []
+    for micro_step in range(run.layout.micro_steps):
+        watch.mark('data')
+        batch = next(train_batches)  # x, y: (batch_size, block_size) each; starts and the reference: (batch_size, M)
+        # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
+        last_micro_step = micro_step == run.layout.micro_steps - 1
+        if is_sharded:
+            model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
+            model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
+        else:
+            model.require_backward_grad_sync = last_micro_step
+        watch.mark('forward')
+        losses, facts = losses_of_batch(*batch)
+        watch.mark('backward')
+        scaler.scale(losses.sum() * loss_scale).backward()
+        step_loss += losses.detach().sum()
+        step_facts.append(facts)
+    step_facts = torch.cat(step_facts)  # of this rank's pairs
+    if step == 0 and digest:  # nothing is learned yet: each answer has to be as likely as its reference says
+        watch.say(self_test(step_facts, run))
+
+    watch.mark('update')
+    # gradients: undo the loss scale, clip the global norm
+    scaler.unscale_(opt)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, optimizer=opt)
+    # Whether the step is skipped: as in train_ddp.py.
+    may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
+    skip = numbers.must_skip(step + 1, step_loss, pairs, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
+    balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
+    watch.measure_state(raw_model, opt)
+    scaler.update()
+    opt.zero_grad(set_to_none=True)
+    step += 1
+    values = {'lr': lr, 'grad_norm': grad_norm, 'pairs': pairs}
+    if watch.due(step).log:
+        means = step_facts.sum(0) / pairs
+        dist.all_reduce(means)
+        values |= zip(FACTS, means, strict=True)
+    watch.after_step(step, values)  # logs, evaluates and saves if they are due
+
+watch.end(step)
