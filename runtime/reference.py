@@ -74,16 +74,16 @@ def set_reference(model, run, saved, beat):
     """
     path = os.path.join(run.config.out_dir, FILE)
     mixtures = {'train': run.train_data, 'val': run.val_data}
-    keys = {
-        f'{split} {source.fingerprint}': source for split, mixture in mixtures.items() for source in mixture.sources
-    }
+    sources = [source for mixture in mixtures.values() for source in mixture.sources]
+    # Two sources may have the same fingerprint, and with it the same windows.
+    keys = [f'{split} {source.fingerprint}' for split, mixture in mixtures.items() for source in mixture.sources]
     if run.found:
         arrays, digest = collectives.on_rank_0(read, path, saved, keys)
     else:
         found = [array for mixture in mixtures.values() for array in compute(model, mixture, run, beat)]
         arrays = dict(zip(keys, found, strict=True))
         digest = None if run.config.eval_only else collectives.on_rank_0(write, path, arrays)
-    for key, source in keys.items():
+    for key, source in zip(keys, sources, strict=True):
         source.reference = arrays[key]
     return digest
 

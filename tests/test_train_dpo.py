@@ -22,9 +22,11 @@ from pretrained import VOCABULARY, save_model
 from short import slow_but
 
 import data
+from dataset.shards import FIRST, LEARNED
 from huggingface import finetune
 from logprobs import document_logps, token_logps
 from text.chat_rows import pair_of
+from text.conversations import with_one_prompt
 
 SEED, BLOCK, STEPS = 1337, 192, 4
 RUN = [f'--block_size={BLOCK}', '--global_batch_size=6', '--batch_size=1', f'--max_iters={STEPS}', '--warmup_iters=0']
@@ -68,6 +70,7 @@ def folder(tmp_path_factory):
     said = prepare(folder, '--pairs', f'--dataset={folder}/pairs.jsonl', '--name=pairs', *options).stdout
     assert 'rows whose chosen and rejected answers are the same, left out (1)' in said
     assert '【g' in said and '<|im_end|>】' in said and said.index('【g') < said.index('【b')
+    shutil.copytree(folder / 'data' / 'pairs', folder / 'data' / 'again')
     write_rows(folder / 'chats.jsonl', [{'prompt': row['prompt'], 'completion': row['chosen']} for row in rows])
     prepare(folder, f'--dataset={folder}/chats.jsonl', '--name=chats', *options)
     return folder
@@ -200,6 +203,7 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'accumulated by twos': (1, 'one', ['--batch_size=2']),
     'lora': (1, None, LORA),
     'native': (1, 'one', ['--native=True']),
+    'the same pairs under two names': (1, None, ['--dataset=pairs:0.5,again:0.5', '--max_iters=1']),
     'ddp': (2, 'one', []),
     'fsdp': (2, 'one', FSDP),
     'manual': (2, 'one', MANUAL),
@@ -211,7 +215,7 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'manual 3': (3, 'one', MANUAL),
     'fsdp, recomputed': (2, 'one', [*FSDP, '--activation_checkpointing=full']),
 }
-SHORT = ['one', 'lora', 'ddp', 'fsdp', 'manual', 'fsdp, lora']
+SHORT = ['one', 'lora', 'the same pairs under two names', 'ddp', 'fsdp', 'manual', 'fsdp, lora']
 REFUSED = {  # name: (script, keys, what the line says)
     'text': ('train_dpo.py', ['--dataset=chats'], 'holds no pairs .*prepare_data.py --pairs'),
     'pairs as text': ('train_ddp.py', [], 'dataset=pairs holds pairs of .*train_dpo.py learns from these'),
@@ -357,6 +361,7 @@ ROWS = {
         ONE,
     ),
     'instruction and input': ({'instruction': 'A?', 'input': 'x', 'chosen': 'good', 'rejected': 'bad'}, None),
+    'answers that are JSON': ({'prompt': 'A?', 'chosen': '{"a": 1}', 'rejected': '[2]'}, ([A], '{"a": 1}', '[2]')),
     'lists as JSON': ({'chosen': json.dumps([A, GOOD]), 'rejected': json.dumps([A, BAD])}, ONE),
 }
 
@@ -378,6 +383,7 @@ def test_rows_that_people_have(name):
     [
         ({'prompt': 'A?', 'chosen': 'a', 'rejected': 'a'}, 'are the same'),
         ({'chosen': [A, GOOD], 'rejected': [A, GOOD]}, 'are the same'),
+        ({'chosen': [A, {**GOOD, 'id': 1}], 'rejected': [{**A, 'id': 2}, GOOD]}, 'are the same'),
         ({'prompt': 'A?', 'chosen': 'a', 'rejected': ' '}, 'an empty answer'),
         ({'chosen': [A, GOOD], 'rejected': [A]}, 'an empty answer'),
         ({'chosen': [A, GOOD], 'rejected': [{**A, 'content': 'C?'}, BAD]}, 'different prompts'),
@@ -389,6 +395,14 @@ def test_rows_that_people_have(name):
 def test_rows_that_are_no_pairs(row, reason):
     with pytest.raises(ValueError, match=reason):
         pair_of(row)
+
+
+def test_numbers_of_messages_and_what_no_template_writes_make_no_difference():
+    row = {'chosen': [{**A, 'id': 1}, {**GOOD, 'id': 2}], 'rejected': [{**A, 'id': 3}, {**BAD, 'id': 4}]}
+    assert [message['content'] for message in json.loads(pair_of(row))['rejected']['messages']] == ['A?', 'bad']
+    example = np.array([1, 2, 3]), np.array([FIRST, 0, LEARNED], dtype=np.uint8), 'text'
+    with pytest.raises(ValueError, match='are the same'):
+        with_one_prompt([example, example])
 
 
 def test_pairs_of_a_tokenizer_without_a_template(folder):

@@ -86,6 +86,7 @@ SIDES |= dict.fromkeys(('operator', 'support', 'representative'), 'assistant')
 SPEAKERS = ('role', 'from', 'speaker', 'sender', 'author', 'participant', 'party', 'who')  # keys that say who speaks
 # Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
 THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
+SAID = ('role', 'content', 'tool_calls', 'tool_call_id', 'name', *THOUGHTS)  # by which the messages of a pair differ
 THINK_TAG = re.compile('</?think>')
 TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of a content's parts that are text
 
@@ -184,8 +185,8 @@ def pair_of(row):
         prompt = _prompt_beside(row)
     chosen, rejected = (_in_one_form([*prompt, *messages], row) for messages in answers)
     both = list(zip(chosen['messages'], rejected['messages'], strict=False))
-    common = next((number for number, (one, other) in enumerate(both) if one != other), len(both))
-    if chosen == rejected:
+    common = next((number for number, pair in enumerate(both) if _differ(*pair)), len(both))
+    if common == len(chosen['messages']) == len(rejected['messages']):
         raise ValueError('rows whose chosen and rejected answers are the same')
     for conversation in (chosen, rejected):
         messages = conversation['messages']
@@ -202,13 +203,19 @@ def pair_of(row):
     return json.dumps({'chosen': chosen, 'rejected': rejected}, ensure_ascii=False)
 
 
+def _differ(one, other):
+    """Whether two messages say different things; a number of their own in a row, or a weight, is nothing said."""
+    return any(one.get(key) != other.get(key) for key in SAID)
+
+
 def _answer_in(value):
     """The messages of a row's chosen or rejected field."""
-    value = _parsed(value)
-    if isinstance(value, dict):
-        return [value]
-    if isinstance(value, list):
-        return _list_of(value)
+    messages = _parsed(value)
+    if isinstance(messages, dict):
+        messages = [messages]
+    is_text = isinstance(value, str) and _as_messages(messages) is None  # JSON may be what the answer says
+    if isinstance(messages, list) and not is_text:
+        return _list_of(messages)
     if not isinstance(value, str):
         raise ValueError('rows whose chosen or rejected is no text and no list of messages')
     return _in_transcript(value) or [{'role': 'assistant', 'content': value}]

@@ -383,7 +383,10 @@ class TextEncoder:
 
 def with_one_prompt(examples):
     """The two examples of a pair. Raises ValueError unless all ids before the first learned one are the same in both:
-    then the two answers are continuations of the same text."""
+    then the two answers are continuations of the same text; and unless these differ, as a template may not write all
+    of a message."""
+    if np.array_equal(*(ids for ids, _, _ in examples)):
+        raise ValueError('rows whose chosen and rejected answers are the same')
     prompts = [ids[: np.flatnonzero(flags & LEARNED)[0]] for ids, flags, _ in examples]
     if not np.array_equal(*prompts):
         raise ValueError('rows whose prompt has other tokens before the chosen than before the rejected answer')
