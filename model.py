@@ -864,7 +864,8 @@ def add_product(total, a, b):
         # Tensor cores add up in fp32 anyway, so they can add to the total as well, and nothing is rounded on the way.
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        # For a plan, on 'meta', there is nothing to add (and torch 2.11 would raise: pytorch/pytorch#179634).
+        return total if total.is_meta else torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     product = a @ b
     return product.float() if total is None else total.add_(product)
 

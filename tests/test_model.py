@@ -1005,3 +1005,22 @@ def test_more_tokens_than_block_size_and_empty_prompts_are_refused():
         model(make_tokens(1, 25))
     with pytest.raises(ValueError, match='empty prompt'):
         sampling.generate_batch(model, [[1], []], 5)
+
+
+class RefuseAddmmOnMeta(TorchDispatchMode):
+    """torch 2.11, whose decomposition of addmm takes out_dtype for beta (pytorch/pytorch#179634)."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.addmm.dtype_out and args[0].is_meta:
+            raise TypeError('unsupported operand type(s) for *')
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_plan_of_a_loss_in_several_chunks_needs_no_addmm_that_torch_2_11_has_only_on_a_gpu(monkeypatch):
+    monkeypatch.setitem(model_module.LOGITS_BYTES, 'cuda', 4 * 64 * 128)  # 128 tokens of 64 logits
+    hidden, weight = (torch.randn(rows, 16, device='meta', requires_grad=True) for rows in (256, 64))
+    targets = torch.zeros(256, dtype=torch.int64, device='meta')
+    with RefuseAddmmOnMeta():
+        loss, _ = ChunkedCrossEntropy.apply(hidden.bfloat16(), weight, targets, 64, 0.0, True, cross_entropy)
+        loss.backward()
+    assert weight.grad.dtype == torch.float32 and weight.grad.shape == weight.shape
