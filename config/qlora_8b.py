@@ -2,8 +2,8 @@
 #
 #   python download_model.py --model=meta-llama/Llama-3.1-8B-Instruct
 #   python prepare_data.py --dataset=chats.jsonl --tokenizer=models/Llama-3.1-8B-Instruct --name=chats
-#   python train_ddp.py config/qlora_8b.py --dry_run --device=cuda    # what it takes, predicted: 9.6 GB
-#   python train_ddp.py config/qlora_8b.py    # with --frozen_dtype=bfloat16: 19.9 GB, the first choice if that fits
+#   python train_ddp.py config/qlora_8b.py --dry_run --device=cuda    # what it takes, predicted: 9.9 GB
+#   python train_ddp.py config/qlora_8b.py    # with --frozen_dtype=bfloat16: 20.1 GB, the first choice if that fits
 #   python export_model.py --out_dir=out/qlora_8b --to=models/my-llama    # merged into its base of 4 bits
 #
 # The dry run needs the config.json in the model's folder, and the dataset or --dataset=synthetic: no GPU, no weights.
