@@ -7,6 +7,7 @@ The function whose name is NAME, with underscores for spaces, is given torch, th
 variant of the check, OUT the folder of results. What it returns is printed as the last line, in JSON.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -85,7 +86,7 @@ def forms_of_the_loss(torch, device, arguments):
     targets = torch.randint(vocab_size, (tokens,), device=device)
 
     def step(kernel, **others):
-        with mock.patch.multiple(model_module, **others):
+        with mock.patch.multiple(model_module, **others) if others else contextlib.nullcontext():
             ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size - 47, 1e-4, True, kernel)[0].backward()
 
     def matmuls():

@@ -173,7 +173,8 @@ def fill_rates(run):
     vars(config).update(filled)
     run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
     if run.pretrained and 'learning_rate' not in explicit and not config.eval_only:
-        usual = '2e-4, as is usual for LoRA' if config.lora_rank else '1e-5, as is usual for all weights'
+        of_all, of_lora = (5e-7, 5e-6) if run.train_data.is_pairs else (1e-5, 2e-4)
+        usual = f'{of_lora:g}, as is usual for LoRA' if config.lora_rank else f'{of_all:g}, as is usual for all weights'
         run.notes.append(
             f'WARNING: learning_rate={config.learning_rate:g} is meant for training from scratch, and makes a model '
             f'forget what it knows: try --learning_rate={usual}'

@@ -406,8 +406,9 @@ def write_allocations(out_dir, rank):
     path = os.path.join(out_dir, f'memory_rank{rank}.pickle')
     try:
         torch.cuda.memory._dump_snapshot(path)
-    except OSError as error:
-        return f'who held memory could not be written to {path}: {error.strerror}'
+    except (OSError, MemoryError, RuntimeError) as error:
+        reason = getattr(error, 'strerror', None) or type(error).__name__
+        return f'who held memory could not be written to {path}: {reason}'
     return (
         f'for who held memory: python -m torch.cuda._memory_viz trace_plot {path} -o memory.html, or drop the file on '
         'pytorch.org/memory_viz'

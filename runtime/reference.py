@@ -66,15 +66,15 @@ def self_test(facts, run):
 
 def set_reference(model, run, saved, beat):
     """
-    Give the training and validation data of a run their reference, for all ranks. Returns the sha256 of its file, which
-    belongs into checkpoints. Collective.
+    Give the training and validation data of a run their reference, for all ranks; with eval_only the latter. Returns the
+    sha256 of its file, which belongs into checkpoints. Collective.
 
     saved: what the checkpoint says that the run resumes from. beat: called before each forward pass. Raises ValueError
     on every rank if the run resumes and the file is gone, or another.
     """
     path = os.path.join(run.config.out_dir, FILE)
-    mixtures = {'train': run.train_data, 'val': run.val_data}
-    sources = [source for mixture in mixtures.values() for source in mixture.sources]
+    mixtures = {'val': run.val_data} if run.config.eval_only else {'train': run.train_data, 'val': run.val_data}
+    sources = [(mixture, source) for mixture in mixtures.values() for source in mixture.sources]
     # Two sources may have the same fingerprint, and with it the same windows.
     keys = [f'{split} {source.fingerprint}' for split, mixture in mixtures.items() for source in mixture.sources]
     if run.found:
@@ -83,8 +83,9 @@ def set_reference(model, run, saved, beat):
         found = [array for mixture in mixtures.values() for array in compute(model, mixture, run, beat)]
         arrays = dict(zip(keys, found, strict=True))
         digest = None if run.config.eval_only else collectives.on_rank_0(write, path, arrays)
-    for key, source in zip(keys, sources, strict=True):
-        source.reference = arrays[key]
+    for key, (mixture, source) in zip(keys, sources, strict=True):
+        array = arrays[key][:, : mixture.n_starts]  # beside other sources, rows may have had more or fewer places
+        source.reference = np.pad(array, ((0, 0), (0, mixture.n_starts - array.shape[1])))
     return digest
 
 

@@ -168,9 +168,9 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False, n
         clip, from_config = optim.clip_grad_norm_, optim.from_config
         named = []
 
-        def from_config_and_look(model, *arguments):
+        def from_config_and_look(model, *arguments, **options):
             named.extend(parameter for one, parameter in model.named_parameters() if name in one)
-            return from_config(model, *arguments)
+            return from_config(model, *arguments, **options)
 
         def clip_after_fault(parameters, *arguments, **options):
             if next(is_now):
