@@ -66,8 +66,8 @@ def self_test(facts, run):
 
 def set_reference(model, run, saved, beat):
     """
-    Give the training and validation data of a run their reference, for all ranks; with eval_only the latter. Returns the
-    sha256 of its file, which belongs into checkpoints. Collective.
+    Give the training and validation data of a run their reference, for all ranks; with eval_only the latter alone.
+    Returns the sha256 of its file, which belongs into checkpoints. Collective.
 
     saved: what the checkpoint says that the run resumes from. beat: called before each forward pass. Raises ValueError
     on every rank if the run resumes and the file is gone, or another.
