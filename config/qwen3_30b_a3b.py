@@ -38,7 +38,7 @@ activation_checkpointing = 'full'
 global_batch_size = 1024  # = 8 sequences x 4 micro-steps x 32 ranks; x 4096 = 4.2M tokens per step
 # Whole gradients of a rank's experts and of the rest would be 31 GB more ('unsharded'), for 6% fewer bytes sent.
 accumulate = 'sharded'
-# --dry_run says 33.9 GB on each GPU and 1170 GB sent per rank and step, of which 928 GB are tokens. The rest of the
+# --dry_run says 34 GB on each GPU and 1170 GB sent per rank and step, of which 928 GB are tokens. The rest of the
 # 80 GB is for routers that are not balanced yet: a rank may get up to four times as many rows.
 
 max_iters = 24000  # x 4.2M = 100B tokens

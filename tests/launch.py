@@ -189,6 +189,8 @@ def run_rank(command, place, fault=None):
     os.environ.update(TORCHELASTIC_RUN_ID='forked')  # so that ranks end with their launcher
     os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
     sys.argv = command
+    # A test that has loaded a model's own code has left its folder here, which would hide the one of this rank.
+    sys.path[:] = [folder for folder in sys.path if not Path(folder, 'transformers_modules').is_dir()]
     sys.path.insert(0, str(REPO))
     os.chdir(REPO)
     code = 1

@@ -271,7 +271,7 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     keys = {**config.to_dict(), 'batch_size': 2, 'global_batch_size': 2 * micro_steps * copies, 'dtype': str(dtype)[6:]}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks, 'tensor_parallel': tensor}
     keys |= {'activation_checkpointing': checkpointing}
-    keys |= {'device': 'cpu'}
+    keys |= {'device': 'cpu', 'optimizer': 'adamw'}
     layout = Layout.of(keys, 'pipeline', dist.get_world_size())
     predicted = traffic.sent(memory.Plan.of(keys, sizes.empty_model(keys), layout, stage))
     of_ring = max(copies, tensor)  # of 2, or there is none

@@ -311,7 +311,7 @@ def scored(case):
     found = []
     for layout, ranks in ((Layout(case), case['tensor']), (Layout(case, alone=True), 1)):
         layout.train(range(3))
-        scores = scoring.log_likelihoods(layout.model.eval(), items, T, BATCH, CPU, tensor_parallel=ranks)
+        scores = scoring.log_likelihoods(layout.model.eval(), items, T, BATCH, CPU, ranks_per_batch=ranks)
         found.append(torch.tensor([score for of_item in scores for score in of_item]))
     assert found[1][-VOCABULARY:, 1].sum() == 1
     return error(found[0][:, 0], found[1][:, 0]), (found[0][:, 1] != found[1][:, 1]).sum().item()
