@@ -31,11 +31,12 @@ def all_codes(dtype):
 def rounded(tensor, dtype):
     """The tensor in float64, with each number replaced by the nearest of scale * (all numbers of the format).
 
-    The scale is amax / largest, in fp32. A number in the middle between two goes to the even one.
+    The scale is amax / largest, in fp32. A number in the middle between two goes to the even one; so does one so near
+    to it that number / scale in fp32 is the middle.
     """
     codes = all_codes(dtype)
     scale = torch.tensor(tensor.double().abs().max().item(), dtype=torch.float32) / codes.max().float()
-    exact = (tensor.double() / scale.double())[..., None]
+    exact = (tensor.float() / scale).double()[..., None]
     distance = (exact - codes).abs()
     nearest = distance.min(-1, keepdim=True).values
     even = torch.arange(256, dtype=torch.uint8).view(dtype)
