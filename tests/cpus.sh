@@ -44,6 +44,8 @@ numerics=(
     tests/test_optim.py
     tests/test_model.py
     tests/test_on_cuda.py
+    tests/test_train_dpo.py::test_a_run_is_equal_to_a_plain_loop
+    tests/test_train_dpo.py::test_layouts_are_equal
     tests/evaluation/test_in_run.py::test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks
 )
 export OMP_NUM_THREADS=1 PET_LOCAL_ADDR=127.0.0.1 # as in run.sh

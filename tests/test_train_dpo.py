@@ -29,7 +29,14 @@ from text.chat_rows import pair_of
 from text.conversations import with_one_prompt
 
 SEED, BLOCK, STEPS = 1337, 192, 4
-RUN = [f'--block_size={BLOCK}', '--global_batch_size=6', '--batch_size=1', f'--max_iters={STEPS}', '--warmup_iters=0']
+RUN = [
+    f'--seed={SEED}',
+    f'--block_size={BLOCK}',
+    '--global_batch_size=6',
+    '--batch_size=1',
+    f'--max_iters={STEPS}',
+    '--warmup_iters=0',
+]
 RUN += ['--device=cpu', '--dtype=float32', '--learning_rate=1e-3', '--lr_schedule=constant', '--weight_decay=0']
 RUN += ['--log_interval=1', '--eval_interval=2', '--eval_iters=1', '--checkpoint_interval=2', '--compile=False']
 FACTS = 'loss grad_norm rewards/chosen rewards/rejected rewards/margins logps/chosen logps/rejected'.split()
