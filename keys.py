@@ -231,7 +231,7 @@ OTHER_TRAINERS = {
     'dpo_beta': 'beta (train_dpo.py)',
     'rpo_alpha cpo_alpha': 'sft_weight (train_dpo.py)',
     'dpo_normalize_logratios_by_length': 'loss_type=sigmoid_norm (train_dpo.py)',
-    'precompute_ref_log_probs ref_model reference_free': 'none: the reference is always computed, and once',
+    'precompute_ref_log_probs ref_model reference_free': 'none: it is computed once; simpo has none',
     'truncation_mode max_prompt_length': 'block_size: pairs that do not fit are left out, and none is cut',
     'core_metric_every hellaswag': 'eval_tasks, eval_tasks_interval',
     'num_workers pin_memory': 'none: one background thread reads a memory map ahead and pins on CUDA',

@@ -193,6 +193,8 @@ if config.pairs:
             f'{given} with pairs=True, which teach a model that knows language: give its --tokenizer, and no --chat'
         )
     config.chat_fields = list(PREFERENCES)
+elif config.chat_fields == list(PREFERENCES):
+    raise ValueError('chat_fields=chosen,rejected are two answers, and neither is a question: use --pairs')
 if config.chat_fields and config.chat is False:
     raise ValueError(f'chat=False reads text, and chat_fields={",".join(config.chat_fields)} conversations: choose one')
 config.chat = True if config.chat_fields else config.chat

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from chats import messages_of, write_rows
 from launch import REPO, refusals, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
-from precision import assert_same_run
-from prepared import prepare
+from precision import TIMES, apart, assert_same_run
+from prepared import error_of, prepare
 from pretrained import VOCABULARY, save_model
 from short import slow_but
 
@@ -263,9 +263,13 @@ def test_a_run_is_equal_to_a_plain_loop(folder, runs):
     assert before['val_loss'] == pytest.approx(math.log(2), abs=1e-6) and before['val_accuracy'] == 0
     assert found[0]['loss'] == pytest.approx(math.log(2), abs=1e-6) and found[0]['rewards/accuracies'] == 0
     assert found[-1]['loss'] < 0.6 and found[-1]['rewards/accuracies'] > 0.5
-    for name in FACTS:
-        near = [(row[name], plain[name]) for row, plain in zip(found, rows, strict=True)]
-        assert all(abs(a - b) < 2e-5 * max(1, abs(b)) for a, b in near), (name, near)
+    for step, (row, plain) in enumerate(zip(found, rows, strict=True), 1):
+        # Both are one process, of which precision.py lets another be TIMES as far from the truth.
+        of_answer = apart(step) / TIMES * max(abs(plain[name]) for name in FACTS if name.startswith('logps/'))
+        of_norm = apart(step) * plain['grad_norm']
+        for name in FACTS:  # a reward is beta = 0.1 times what an answer has gained
+            most = of_norm if name == 'grad_norm' else of_answer if name.startswith('logps/') else 0.1 * of_answer
+            assert abs(row[name] - plain[name]) <= most, (step, name, row[name], plain[name])
     ours = weights_of(out, STEPS)
     assert max((ours[name] - weights[name]).abs().max().item() for name in ours) < 3e-5
 
@@ -417,6 +421,7 @@ def test_pairs_of_a_tokenizer_without_a_template(folder):
     rows.append({'chosen': messages_of([('user', 'a'), ('system', 'b'), ('assistant', 'c')]), 'rejected': [A, BAD]})
     write_rows(folder / 'sums.jsonl', rows)
     options = [f'--dataset={folder}/sums.jsonl', '--tokenizer=bytes', '--val_fraction=0', '--num_proc=1']
+    assert 'use --pairs' in error_of(folder, '--chat_fields=chosen,rejected', *options, '--name=sums')
     said = prepare(folder, '--pairs', *options, '--name=sums').stdout
     assert '<|endoftext|>0+1=【1\n<|endoftext|>】' in said and 'different prompts, or to none, left out (1)' in said
     keys = {'dataset': 'sums', 'data_dir': f'{folder}/data', 'dataset_stages': (), 'block_size': 32}
