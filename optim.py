@@ -351,6 +351,7 @@ class Elementwise(torch.optim.Optimizer):
         # argument. Without torch.compile a GPU updates lists of tensors, which take none, so step() waits for the flag.
         self.skips_on_device = compile
         self.held = {}  # {number of a group: Held}
+        self.divisor = None  # of the gradients in the next step, from clip_grad_norm_(), if the kernel divides by it
 
     def __setstate__(self, state):  # load_state_dict() calls it, with other tensors
         super().__setstate__({key: value for key, value in state.items() if key != 'state'})
@@ -391,6 +392,7 @@ class Elementwise(torch.optim.Optimizer):
             return
         for number, group in enumerate(self.param_groups):
             self.update(number, group, skip if on_device else None)
+        self.divisor = None
         if on_device:
             arrived = None
             if skip.is_cuda:
@@ -447,11 +449,6 @@ class AdamW(Elementwise):
     def __init__(self, groups, constants, compile, forms):
         super().__init__(groups, constants, compile, forms)
         self.skips_on_device = compile or not forms  # the kernel takes a flag, GradScaler's found_inf
-        self.divisor = None  # of the gradients in the next step, from clip_grad_norm_()
-
-    def step(self, skip=False):
-        super().step(skip)
-        self.divisor = None
 
     def run(self, group, t, rows, skip):
         tensors = [list(column) for column in zip(*rows, strict=True)]  # theta, g, m, v

@@ -417,6 +417,20 @@ def test_adamw_is_torchs_fused_one_to_the_bit():
 COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ('adana', 'muon')]
 
 
+@pytest.mark.parametrize('name', [name for name in OPTIMIZERS if name != 'sgd'])
+def test_hooks_of_a_step_run_once_whatever_was_made_before(name):
+    """torch wraps step() of a class when the first instance is made; a step() that calls another would run them twice,
+    if such an instance was made in this process."""
+    parameter, called = nn.Parameter(torch.ones(3, 3)), []
+    optim.Elementwise([parameter], {}, compile=False)
+    model = nn.Linear(3, 3)
+    optimizer = optim.make_optimizer(model, name, 1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert called == [1]
+
+
 @pytest.mark.parametrize('flag', [bool, lambda skip: torch.tensor(float(skip))], ids=['host', 'device'])
 @pytest.mark.parametrize('name, compile', [*((name, False) for name in OPTIMIZERS), *COMPILED])
 def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(name, compile, flag):
