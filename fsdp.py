@@ -9,6 +9,7 @@ A unit is gathered as a whole: some blocks, or what is outside of all blocks (em
 sends() predict what a rank then holds and sends, for --dry_run and compare.py --plan.
 """
 
+import contextlib
 from functools import lru_cache
 
 import torch
@@ -18,6 +19,7 @@ import fsdp_manual
 import offload
 import optim
 from layout import FP32, numbers
+from system import processes
 
 
 def shard(model, mesh, run, experts=(), their_mesh=None):
@@ -53,6 +55,22 @@ def by_torch(
         fully_shard(block, mesh=mesh, reshard_after_forward=frees, **sharding)
     # The root stays gathered after forward, because backward begins with its head.
     return fully_shard(model, mesh=mesh, reshard_after_forward=False, **sharding)
+
+
+@contextlib.contextmanager
+def gathered(model, run):
+    """A context in which each rank has all weights, in the compute dtype, so that ranks can make different numbers of
+    forward passes without gradients. Collective where it begins. fsdp_manual.py has no room for that at stage 3."""
+    by_torch = run.config.fsdp_impl == 'torch'
+    if by_torch:
+        model.set_reshard_after_forward(False)
+    with torch.no_grad():  # this pass gathers the weights, and those after it find them
+        model(torch.zeros(1, 1, dtype=torch.int64, device=run.device), then=lambda hidden, _: hidden)
+    yield
+    processes.reshard(model)
+    if by_torch:  # as shard() has set it
+        model.set_reshard_after_forward(run.config.zero_stage == 3)
+        model.set_reshard_after_forward(False, recurse=False)
 
 
 def optimizer(model, run):

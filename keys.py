@@ -381,6 +381,14 @@ READ_IF = {
         'simpo_gamma': ('with --loss_type=simpo', lambda run: run.loss_type == 'simpo'),
         'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
     },
+    'train_grpo.py': {
+        'dataset dataset_stages val_dataset windows eval_interval eval_iters global_batch_size loss_spike_guard': (
+            'in scripts that learn from a dataset: here it is --prompts',
+            lambda run: False,
+        ),
+        'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
+        'epsilon epsilon_high': ('with --num_iterations=2 or more', lambda run: run.num_iterations > 1),
+    },
     'sample.py': {
         'top_k top_p seed': ('with a --temperature above 0', lambda run: run.temperature),
         'data_dir': ('for a run from scratch', lambda run: not run.transformers),

@@ -6,7 +6,8 @@ language of one kind of sentence, and which of two answers is the better one (do
 
     sums/texts.jsonl    {"text": "37+58=95\\n"}: 7,290 of the 8,100 sums, to pretrain on
     sums/pairs.jsonl    {"prompt": "37+58=", "chosen": "95\\n", "rejected": "94\\n"}: 2,000 of these; one digit is wrong
-    sums/sums.jsonl     the 810 others as tasks, which no training has seen: {"prompt": "37+58=", "answer": "95", ...}
+    sums/prompts.jsonl  {"prompt": "37+58=", "answer": "95", ...}: the 7,290 as tasks, for rewards (docs/grpo.md)
+    sums/sums.jsonl     the 810 others as tasks, which no training has seen
 """
 
 import argparse
@@ -25,7 +26,7 @@ def with_a_wrong_digit(answer, draw):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=Path, default=Path('sums'), help='folder for the three files')
+    parser.add_argument('--out', type=Path, default=Path('sums'), help='folder for the four files')
     parser.add_argument('--seed', type=int, default=0)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
@@ -39,6 +40,7 @@ def main():
             {'prompt': prompt, 'chosen': f'{answer}\n', 'rejected': f'{with_a_wrong_digit(answer, draw)}\n'}
             for prompt, answer in draw.sample(sums[n:], PAIRS)
         ],
+        'prompts': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in sums[n:]],
         'sums': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in sums[:n]],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from runtime import PHASES
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 LINE_STYLES = ('-', '--', '-.', ':')
-PHASE_COLOURS = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7')
+PHASE_COLOURS = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7', '#E69F00')
 HELD = {'weights': '#0072B2', 'gradients': '#E69F00', 'optimizer': '#009E73'}
 WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication: compute waited for it, or hid it
 LIMIT = 1e-4  # relative difference up to which two losses in fp32 agree

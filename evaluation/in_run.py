@@ -138,18 +138,21 @@ def encoder_of(pretrained, tokenizer, chat_template_kwargs=None):
     return TransformersEncoder(tokenizer, ends, chat_template_kwargs)
 
 
-def tasks_of(keys, layout, pretrained, device):
-    """The Evaluation of a train script's eval_tasks. Raises ValueError as Evaluation does, and if the dataset of the
-    run has no tokenizer."""
+def encoder_of_run(keys, pretrained):
+    """The encoder of what a train script trains. Raises ValueError if the dataset of the run has no tokenizer."""
     if pretrained:
         tokenizer = load_transformers_tokenizer(pretrained.folder, keys['trust_remote_code'])
         tokenizer.chat_template = pretrained.chat_templates or tokenizer.chat_template
-        encoder = encoder_of(pretrained, tokenizer)
-    else:
-        try:
-            encoder = NativeEncoder(tokenizer_of(data.folder_of(keys)))
-        except (ValueError, OSError) as error:
-            raise ValueError(f'eval_tasks needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
+        return encoder_of(pretrained, tokenizer)
+    try:
+        return NativeEncoder(tokenizer_of(data.folder_of(keys)))
+    except (ValueError, OSError) as error:
+        raise ValueError(f'eval_tasks needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
+
+
+def tasks_of(keys, layout, pretrained, device):
+    """The Evaluation of a train script's eval_tasks. Raises ValueError as Evaluation and encoder_of_run() do."""
+    encoder = encoder_of_run(keys, pretrained)
     return Evaluation(
         keys['eval_tasks'], encoder, keys['block_size'], pretrained, keys['batch_size'], device,
         ranks_per_batch=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],

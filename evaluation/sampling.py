@@ -34,7 +34,7 @@ def not_finite(numbers, model):
 
 
 def generate_batch(model, prompts, max_new_tokens, stop_tokens=(), **options):
-    """[[new id, ...] of each prompt], without the stop token that ended it. options: for stream_batch()."""
+    """[[new id, ...] of each prompt]. options: for stream_batch(), with keep_stop also for the id that ended it."""
     rows = [[] for _ in prompts]
     for row, token in stream_batch(model, prompts, max_new_tokens, stop_tokens, **options):
         rows[row].append(token)
@@ -54,6 +54,7 @@ def stream_batch(
     stop=None,
     first=None,
     memory=None,
+    keep_stop=False,
 ):
     """
     Yield (number of a prompt, its next id), one id at a time for each prompt that has not ended, in turn.
@@ -61,7 +62,7 @@ def stream_batch(
     model: model.GPT or finetune.ForTraining, on any device; it is in eval mode meanwhile. prompts: lists of at least
     one id; for a model of transformers, of fewer ids than it has positions. A row ends
 
-    - with one of stop_tokens, which is not yielded;
+    - with one of stop_tokens, which is yielded with keep_stop only;
     - after a token for which stop(its new ids) is true;
     - after max_new_tokens, and at the last position of a model of transformers. When a GPT of model.py has used its
       block_size positions, it continues from the later half of these tokens.
@@ -110,10 +111,12 @@ def stream_batch(
                 drawn = sample_token(logits, temperature, top_k, top_p, uniform)[:, 0].tolist()
                 going_on = []  # places in the batch of the rows that continue
                 for place, (row, token) in enumerate(zip(rows, drawn, strict=True)):
-                    if token in stop_tokens:
+                    if token in stop_tokens and not keep_stop:
                         continue
                     texts[row].append(token)
                     yield row, token
+                    if token in stop_tokens:
+                        continue
                     new = texts[row][len(prompts[row]) :]
                     is_full = not slides and len(texts[row]) >= positions
                     if len(new) < max_new_tokens and not is_full and not (stop and stop(new)):

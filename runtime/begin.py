@@ -76,6 +76,8 @@ class Run:
 
     @property
     def tokens_per_step(self):
+        if 'prompts' in vars(self.config):  # in each step another number
+            return 0
         return self.config.global_batch_size * self.config.block_size
 
     @property
@@ -149,8 +151,15 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
     errors.report_errors(advice)
     run = Run(config, explicit, strategy, *start_process(config))
     open_init_from(run)
-    open_data(run)
-    refuse_other_data(run, pairs)
+    if config.packing is None:
+        config.packing = not run.pretrained or config.native or run.pretrained.keeps_documents_apart
+    if 'prompts' in vars(config):
+        from runtime import rollouts
+
+        rollouts.open_prompts(run)
+    else:
+        open_data(run)
+        refuse_other_data(run, pairs)
     fill_in(run, ranks or run.world_size)
     if vars(config).get('eval_tasks'):  # read now, so that a mistake in their files shows here
         from evaluation import in_run
@@ -192,8 +201,6 @@ def planned_as(strategy):
 def open_data(run):
     """Open the data that dataset and val_dataset name."""
     config = run.config
-    if config.packing is None:
-        config.packing = not run.pretrained or config.native or run.pretrained.keeps_documents_apart
     run.train_data = data.open_mixture(vars(config), 'train')  # a mixture of one or several datasets
     run.val_data = data.open_validation(vars(config), run.train_data)
     if run.pretrained:
@@ -203,6 +210,13 @@ def open_data(run):
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
         config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
+    train, val = run.train_data, run.val_data
+    others = (
+        f' of {" + ".join(f"{source.name} ({source.split})" for source in val.sources)}' if config.val_dataset else ''
+    )
+    run.notes.append(
+        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens{others}'
+    )
 
 
 def refuse_other_data(run, pairs):

@@ -53,15 +53,10 @@ def check_effects(run):
 def fill_layout(run, ranks):
     """How the ranks divide the work. The global batch is fixed; the number of ranks decides only how many micro-steps
     each of them needs for its share."""
-    config, train, val = run.config, run.train_data, run.val_data
+    config = run.config
     choose_sizes(config, run.strategy, ranks, processes.local_world_size())
     run.layout = Layout.of(vars(config), run.strategy, ranks)
-    others = ' + '.join(f'{source.name} ({source.split})' for source in val.sources)
-    of_others = f' of {others}' if config.val_dataset else ''
-    run.notes += [
-        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens{of_others}',
-        run.layout.batch_line(config.batch_size, config.block_size),
-    ]
+    run.notes.append(run.layout.batch_line(config.batch_size, config.block_size))
 
 
 def fill_compile(run):
@@ -174,6 +169,8 @@ def fill_rates(run):
     run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
     if run.pretrained and 'learning_rate' not in explicit and not config.eval_only:
         of_all, of_lora = (5e-7, 5e-6) if run.train_data.is_pairs else (1e-5, 2e-4)
+        if 'prompts' in vars(config):
+            of_all, of_lora = 1e-6, 1e-5
         usual = f'{of_lora:g}, as is usual for LoRA' if config.lora_rank else f'{of_all:g}, as is usual for all weights'
         run.notes.append(
             f'WARNING: learning_rate={config.learning_rate:g} is meant for training from scratch, and makes a model '

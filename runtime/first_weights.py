@@ -68,6 +68,8 @@ def open_folder(run):
     if config.native:
         native.model_config_of(pretrained)  # raises for a feature that model.py lacks, before data is opened
     config.vocab_size = pretrained.vocab_size
+    if 'prompts' in vars(config):  # of which there are no tokens yet
+        return pretrained
     refuse_larger_vocabulary(vars(config), pretrained)
     run.notes += check_same_tokenizer(data.folder_of(vars(config)), pretrained.folder)
     if config.dataset != 'synthetic':
@@ -98,6 +100,8 @@ def run_to_start_from(config, explicit):
             f'`python export_model.py --out_dir={config.init_from}`, and give the exported folder'
         )
     folder = data.folder_of(before)
+    if 'prompts' in vars(config):  # the tokenizer is that of the earlier run's data
+        vars(config).update({key: before[key] for key in ('data_dir', 'dataset', 'dataset_stages')})
     if not same_tokenizer(folder, data.folder_of(vars(config))):
         raise ValueError(
             f'init_from={config.init_from} knows the tokens of {folder}, dataset={config.dataset} has those of another '

@@ -28,6 +28,8 @@ def identity_of(keys, shape, train_data):
 
 def in_words(keys):
     """The keys that say which data a run reads, for a message."""
+    if 'prompts' in keys:
+        return f'prompts={",".join(keys["prompts"])}'
     shown = ['dataset', *(('dataset_stages', 'max_iters') if keys.get('dataset_stages') else ())]
     shown += ['windows'] if keys.get('windows') == 'documents' else []
     shown += ['packing'] if keys.get('packing') is False else []

@@ -35,6 +35,8 @@ CONSOLE = (
         'diloco/replica_loss': ' | replica 0 {:.4f}',
         'lr': ' | lr {:.2e}',
         'grad_norm': ' | norm {:.2f}',
+        'reward': ' | reward {:.3f}',
+        'completions/mean_length': ' | {:.1f} tokens/answer',
         'tokens_per_sec': ' | {:,.0f} tok/s',
         'mfu': ' | mfu {:.0%}',
         'mem/rank_max_gb': ' | mem {:.1f} GB',

@@ -56,7 +56,8 @@ class Meter:
 
     device: torch.device. world_size: number of ranks; if there are several, all make the same calls, and the default
     process group needs a backend for CPU tensors ('gloo', or 'cpu:gloo,cuda:nccl').
-    tokens_per_step: of the global batch. flops_per_token: of forward and backward together, for the MFU.
+    tokens_per_step: of the global batch; 0 = each step has another number, and no speed is measured.
+    flops_per_token: of forward and backward together, for the MFU.
     group: process group of the ranks that make these calls together; None = all (the replicas of DiLoCo have one each).
     beat: called with the name of each phase as it begins.
     trace_step: a trace of this step, counted from here, is written on every rank as out_dir/trace_rank0.json and so on,
@@ -190,10 +191,11 @@ class Meter:
                 for key in ('total', *PHASES)
                 if key in steps or key in parts
             }
-            tokens_per_sec = 1000 * self._tokens_per_step / milliseconds['total']
-            row['tokens_per_sec'] = round(tokens_per_sec, 3)
-            row['tokens_per_sec_per_rank'] = round(tokens_per_sec / self._world_size, 3)
-            if self._mfu_per_token:
+            if self._tokens_per_step:
+                tokens_per_sec = 1000 * self._tokens_per_step / milliseconds['total']
+                row['tokens_per_sec'] = round(tokens_per_sec, 3)
+                row['tokens_per_sec_per_rank'] = round(tokens_per_sec / self._world_size, 3)
+            if self._tokens_per_step and self._mfu_per_token:
                 row['mfu'] = round(tokens_per_sec * self._mfu_per_token, 5)
             row |= {f'time/{key}': round(value, 4) for key, value in milliseconds.items()}
         if self._counts_bytes and steps_in_all:

@@ -22,22 +22,28 @@ from system.files import replacing, sha256_of
 FILE = 'reference.npz'  # in out_dir: {"split fingerprint" of a source: float32 (windows, documents)}
 
 
-def check_keys(run):
-    """Raise ValueError for keys that would add noise to what is compared with the reference, or a loss that
-    train_dpo.py does not have; note how many pairs there are."""
+def refuse_other_losses(run):
+    """Raise ValueError for keys that would add noise to the log-probabilities of answers, or a loss that scripts which
+    learn from these do not have."""
     config = run.config
     for key in ('dropout', 'lora_dropout'):
         if vars(config)[key]:
             raise ValueError(
-                f'{key}={vars(config)[key]}: what an answer gains would be lost in the noise of dropout, which the '
-                f'reference does not have either: leave {key} out'
+                f'{key}={vars(config)[key]}: what an answer gains would be lost in the noise of dropout, without which '
+                f'it has been judged or written before: leave {key} out'
             )
     is_mixture = (
         run.model_config.n_experts if run.model_config else run.pretrained.router_aux or run.pretrained.router_z
     )
     for key in ('z_loss', *(('router_aux', 'router_z') if is_mixture else ())):
         if vars(config)[key]:
-            raise ValueError(f'{key}={vars(config)[key]}: the loss of train_dpo.py is of pairs alone: use --{key}=0')
+            raise ValueError(f'{key}={vars(config)[key]}: this script has no such loss: use --{key}=0')
+
+
+def check_keys(run):
+    """refuse_other_losses(); note how many pairs there are."""
+    refuse_other_losses(run)
+    config = run.config
     sources = run.train_data.sources
     windows, pairs = sum(source.n_windows for source in sources), sum(int(source.n_targets.sum()) for source in sources)
     per_step = config.global_batch_size * pairs / windows

@@ -252,7 +252,8 @@ class Watch:
     def with_totals(self, step, row):
         """The row with the run's totals: tokens and epochs read so far in front, steps skipped at the end."""
         samples = step * self.config.global_batch_size
-        read = {'tokens': step * self.run.tokens_per_step, **self.run.train_data.epochs(samples)}
+        tokens = {'tokens': step * self.run.tokens_per_step} if self.run.tokens_per_step else {}
+        read = {**tokens, **self.run.train_data.epochs(samples)}
         return read | row | ({'skipped': self.numbers.skipped} if self.numbers.skipped else {})
 
     def save(self, step, raw_model, opt, scaler, more=None, more_tensors=None, optimizer_key='optim'):

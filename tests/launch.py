@@ -9,12 +9,14 @@ is what most tests do, since importing torch takes longer than most of their run
     run_ranks       forked ranks, each with its own command; returns exit code and output of each
     fork_script     the same, where all have one command
     refusals        the same, where each rank has to end with one line; returns the lines
+    function_of     a function of a script, without the script
     run_function    a function on forked ranks, in one gloo group; returns what it returned on each
     start_agent     torchrun's agent of one of several nodes
 
     python tests/launch.py 2 train_ddp.py --max_iters=5     # what torchrun does, with one import of torch for all ranks
 """
 
+import ast
 import contextlib
 import fcntl
 import functools
@@ -405,6 +407,18 @@ def run_forked(script, *arguments, nproc=1, log, **env):
     codes = job.wait()
     assert codes == [0] * nproc, f'{script} {" ".join(map(str, arguments))} ended with {codes}\n{job.text()}'
     return job.text()
+
+
+def function_of(script, name, **names):
+    """A function as it stands in a script, which sees `names` as its globals: without starting the script."""
+    import torch
+    import torch.nn.functional as F
+
+    tree = ast.parse((REPO / script).read_text())
+    (node,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    names |= {'torch': torch, 'F': F}
+    exec(compile(ast.Module([node], []), script, 'exec'), names)
+    return names[name]
 
 
 def run_many(cases, nproc, folder):

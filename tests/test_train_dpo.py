@@ -1,6 +1,5 @@
 """train_dpo.py: the losses beside formulas, a plain loop of transformers and TRL; layouts, resumed runs, refusals."""
 
-import ast
 import copy
 import json
 import math
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chats import messages_of, write_rows
-from launch import REPO, refusals, run_many
+from launch import function_of, refusals, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
 from precision import TIMES, apart, assert_same_run
 from prepared import error_of, prepare
@@ -42,19 +41,10 @@ RUN += ['--log_interval=1', '--eval_interval=2', '--eval_iters=1', '--checkpoint
 FACTS = 'loss grad_norm rewards/chosen rewards/rejected rewards/margins logps/chosen logps/rejected'.split()
 
 
-def function_of(name, **names):
-    """A function of train_dpo.py as it stands there, which sees `names` as its globals."""
-    tree = ast.parse((REPO / 'train_dpo.py').read_text())
-    (node,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    names |= {'torch': torch, 'F': F}
-    exec(compile(ast.Module([node], []), 'train_dpo.py', 'exec'), names)
-    return names[name]
-
-
 def losses_of_pairs(loss_type, beta=0.1, label_smoothing=0.0, simpo_gamma=1.375, sft_weight=0.0):
     keys = {'loss_type': loss_type, 'beta': beta, 'label_smoothing': label_smoothing}
     config = SimpleNamespace(**keys, simpo_gamma=simpo_gamma, sft_weight=sft_weight)
-    return function_of('losses_of_pairs', config=config)
+    return function_of('train_dpo.py', 'losses_of_pairs', config=config)
 
 
 def rows_of_pairs(n, seed=0):

@@ -1,0 +1,24 @@
+# Learning to add from right and wrong alone: GRPO of the model of sums.py, in some minutes on a CPU.
+#
+#   python train_grpo.py config/grpo_sums.py
+
+out_dir = 'out/grpo_sums'
+init_from = 'out/sums'
+prompts = ['sums/prompts.jsonl']
+eval_tasks = ['sums/sums.jsonl']  # 810 sums that are not among the prompts, answered greedily
+
+prompts_per_step = 32
+num_generations = 8
+batch_size = 16  # sequences of about seven answers each
+
+max_iters = 200
+learning_rate = 3e-4
+lr_schedule = 'constant'
+warmup_iters = 10
+weight_decay = 0.0
+dtype = 'float32'
+
+log_interval = 10
+eval_tasks_interval = 50
+checkpoint_interval = 100
+keep_checkpoints = 1

@@ -1,0 +1,291 @@
+"""
+Answers that a model writes while it is trained, and what they are worth: the data of train_grpo.py.
+
+    open_prompts(run)                                      # run.train_data is a Prompts: the rows that --prompts names
+    groups = write_groups(model, run, step)                # [[Answer, ...] of each prompt of this rank in this step]
+    batches = micro_batches(documents, run)                # prompts with their answers, packed into rows to learn from
+
+An answer is a pure function of the weights, the seed, the step, the place of its prompt in the step, and its number.
+So checkpoints hold no answers: a resumed run writes those again that an uninterrupted one would have written.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dataset.shuffle import permuted
+from dataset.windows import pack
+from evaluation import generating, in_run, sampling
+from evaluation.tasks import prompts_of, read_task
+from layout import counted
+from model import generator_of
+from runtime.log import cut_rows
+
+FILE = 'rollouts.jsonl'  # in out_dir
+
+
+# --- PROMPTS ----------------------------------------------------------------------------------------------------------
+
+
+class Prompts:
+    """The rows of some task files, in the place of data.Mixture. Sample i of a run is one of them, by a shuffle."""
+
+    is_chat = is_packed = is_pairs = False  # nothing of these is read: documents are made in each step
+    longest, padding = 0, 0.0
+
+    def __init__(self, config, encoder, pretrained):
+        self.encoder, self.names, self.sources = encoder, config.prompts, [self]
+        chat = encoder.chat if config.prompts_chat else None
+        self.items, self.prompts = [], []  # of each row: what was read, and a tasks.Prompt
+        for path in config.prompts:
+            task = read_task(path, config.num_fewshot, chat=chat)
+            if task.form != 'prompt':
+                raise ValueError(f'prompts={path}: rows with {task.form}; expected {{"prompt": ..., "answer": ...}}')
+            for item in task.items:
+                item.max_new_tokens = config.max_new_tokens or item.max_new_tokens
+            requests = prompts_of(task, encoder, config.block_size)
+            if pretrained:
+                in_run.refuse_tokens_beyond(pretrained.vocab_size, [task], [requests])
+            self.items += task.items
+            self.prompts += [prompt for (prompt,) in requests]
+        self.reward = reward_of(self.items, config.reward)
+        self.n_windows, self.vocab_size = len(self.items), None
+        self.n_tokens = sum(len(prompt.tokens) for prompt in self.prompts)
+        self.longest_answer = max(prompt.max_new_tokens for prompt in self.prompts)
+        # A row holds at most so many answers, and padding behind them.
+        self.n_starts = config.block_size // min(len(prompt.tokens) for prompt in self.prompts) + 1
+        self.has_starts = config.packing
+        rows = [(prompt, item.rule) for prompt, item in zip(self.prompts, self.items, strict=True)]
+        self.fingerprint = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+
+    def plan(self, max_iters, global_batch_size):
+        """As of a Mixture, for a checkpoint."""
+        return [[0, {self.fingerprint: '1'}]]
+
+    def lines(self):
+        return [f"{', '.join(self.names)}: {self.n_windows:,} prompts; an answer's reward is its {self.reward}"]
+
+    def epochs(self, n):
+        return {}
+
+
+def reward_of(items, wanted):
+    """The name of the score that is the reward. Raises ValueError if it is not one of each row's rule."""
+    for item in items:
+        scores = [*item.rule.judge('')]
+        if wanted is None and len(scores) > 1:
+            raise ValueError(f'{item.place}: rule={item.rule.name} has several scores: name one, --reward={scores[0]}')
+        wanted = wanted or scores[0]
+        if wanted not in scores:
+            raise ValueError(
+                f'reward={wanted}: {item.place} has rule={item.rule.name}, which scores {", ".join(scores)}'
+            )
+    return wanted
+
+
+def open_prompts(run):
+    """Read what --prompts names, in the place of a dataset. Raises ValueError for keys that do not fit."""
+    config, answers = run.config, run.config.prompts_per_step * run.config.num_generations
+    if not config.prompts:
+        raise ValueError(
+            'no prompts: name files of tasks, as --prompts=tasks/gsm8k.jsonl; `python prepare_data.py --tasks=gsm8k` '
+            'makes this one, and docs/grpo.md says what their rows look like'
+        )
+    if config.init_from == 'scratch':
+        raise ValueError(
+            'init_from=scratch: it would write noise, which earns no reward: give the --init_from of a model that has '
+            'learned to answer'
+        )
+    if config.eval_only:
+        raise ValueError('eval_only=True: use `python evaluate.py --out_dir=... --tasks=...`, which scores any run')
+    if config.strategy == 'fsdp' and config.fsdp_impl == 'manual' and config.zero_stage == 3:
+        raise ValueError(
+            'fsdp_impl=manual with zero_stage=3: its blocks have room for one at a time, so each token of an answer '
+            'would gather all weights anew: use --zero_stage=2, or --fsdp_impl=torch'
+        )
+    of_rank, rest = divmod(config.prompts_per_step, run.world_size)
+    if rest:
+        nearest = [n * run.world_size for n in (of_rank, of_rank + 1) if n > 0]
+        raise ValueError(
+            f'prompts_per_step={config.prompts_per_step} is not a multiple of {counted(run.world_size, "rank")}, and '
+            f'all answers to a prompt are of one rank: use --prompts_per_step={" or ".join(map(str, nearest))}'
+        )
+    answers_of_rank = answers // run.world_size
+    if answers_of_rank % config.batch_size:
+        divisors = [n for n in range(1, answers_of_rank + 1) if answers_of_rank % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - config.batch_size))
+        raise ValueError(
+            f'batch_size={config.batch_size} does not divide the {answers_of_rank} answers of a rank in a step, which '
+            f'are prompts_per_step x num_generations / ranks: use --batch_size={nearest}'
+        )
+    config.global_batch_size, config.eval_iters = answers, 0
+    encoder = in_run.encoder_of_run(vars(config), run.pretrained)
+    run.train_data = run.val_data = Prompts(config, encoder, run.pretrained)
+
+
+# --- ANSWERS ----------------------------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    prompt: int  # its number
+    ids: list  # what was drawn, with the token that ended it
+    text: str  # without what ended it
+    reward: float
+    is_cut: bool  # it was still going on after max_new_tokens
+
+
+def write_groups(model, run, step):
+    """[[Answer, ...] of each prompt] that this rank writes in a step: num_generations to each of its prompts.
+
+    model: without DDP around it, on ranks whose passes need no others (fsdp.gathered). Raises sampling.NotFinite.
+    """
+    config, prompts, G = run.config, run.train_data, run.config.num_generations
+    of_rank = config.prompts_per_step // run.world_size
+    first = step * config.prompts_per_step + run.rank * of_rank
+    slots = np.arange(first, first + of_rank)  # slot j of step s of the run is s * prompts_per_step + j
+    numbers = permuted(slots, prompts.n_windows, config.seed)
+    asked = [
+        (number, f'prompt {slot} of the run, answer {k}')
+        for slot, number in zip(slots.tolist(), numbers.tolist(), strict=True)
+        for k in range(G)
+    ]
+    requests, answers = [prompts.prompts[number] for number, _ in asked], [None] * len(asked)
+    for places in generating.batches_of(requests, config.generation_batch_size or len(asked)):
+        _, stop, longest = requests[places[0]]
+        stop_tokens = {*prompts.encoder.stop_tokens, *prompts.encoder.tokens_spelled(stop)}
+        found = sampling.generate_batch(
+            model, [requests[place].tokens for place in places], longest, stop_tokens, temperature=config.temperature,
+            generators=[generator_of(config.seed, asked[place][1]) for place in places],
+            stop=functools.partial(generating.ends, stop=stop, encoder=prompts.encoder) if stop else None,
+            keep_stop=True,
+        )  # fmt: skip
+        for place, ids in zip(places, found, strict=True):
+            answers[place] = answer_of(prompts, asked[place][0], ids, stop, stop_tokens)
+    return [answers[n : n + G] for n in range(0, len(answers), G)]
+
+
+def answer_of(prompts, number, ids, stop, stop_tokens):
+    ended = ids[-1] in stop_tokens
+    text = prompts.encoder.decode(ids[:-1] if ended else ids)
+    ended = ended or any(end in text for end in stop)
+    for end in stop:
+        text = text.partition(end)[0]
+    reward = float(prompts.items[number].rule.judge(text)[prompts.reward])
+    return Answer(number, ids, text, reward, not ended)
+
+
+# --- WHAT ONE SEES ----------------------------------------------------------------------------------------------------
+
+
+class Record:
+    """What is counted of the answers, for the rows of metrics.jsonl, under the names that TRL gives these numbers; and
+    in out_dir/rollouts.jsonl some of the answers, to read."""
+
+    def __init__(self, run, step, say):
+        self.run, self.say, self.said = run, say, set()
+        self.path = os.path.join(run.config.out_dir, FILE)
+        if run.rank == 0:
+            cut_rows(Path(self.path), step)  # what an interrupted run has written beyond its checkpoint
+
+    def count(self, groups):
+        """How many tokens the answers to learn from have, on all ranks. groups: of this rank. Collective."""
+        rewards = torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
+        answers, spread = sum(groups, []), rewards.std(1)
+        learned = [answer for answer in answers if not (self.run.config.mask_truncated and answer.is_cut)]
+        lengths = [sum(len(answer.ids) for answer in some) for some in (answers, learned)]
+        cut = sum(answer.is_cut for answer in answers)
+        numbers = [rewards.sum(), spread.sum(), (spread == 0).sum(), lengths[0], cut, lengths[1]]
+        self.sums = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(self.sums)
+        self.of_tokens = torch.zeros(3, dtype=torch.float64, device=self.run.device)
+        return self.sums[-1].item()
+
+    def add(self, logps, clipped):
+        """Count the tokens of a micro-batch."""
+        self.of_tokens += torch.stack((-logps.detach().double().sum(), clipped.sum(), logps.new_tensor(len(logps))))
+
+    def row(self, step, groups):
+        """The numbers of a step for metrics.jsonl; also writes down the first group. Collective."""
+        config, sums = self.run.config, self.sums.tolist()
+        dist.all_reduce(self.of_tokens)
+        surprise, clipped, learned = self.of_tokens.tolist()
+        prompts, answers = config.prompts_per_step, config.prompts_per_step * config.num_generations
+        row = {
+            'reward': sums[0] / answers,
+            'reward_std': sums[1] / prompts,
+            'frac_reward_zero_std': sums[2] / prompts,
+            'completions/mean_length': sums[3] / answers,
+            'completions/clipped_ratio': sums[4] / answers,
+        }
+        if learned:
+            row |= {'entropy': surprise / learned, 'clip_ratio/region_mean': clipped / learned}
+        if row['frac_reward_zero_std'] == 1:
+            self.warn(
+                f'step {step}: all answers to a prompt have the same reward, {row["reward"]:.3g} on average, and '
+                'nothing is learned: take easier prompts or harder ones, or more --num_generations'
+            )
+        if row['completions/clipped_ratio'] > 0.5:
+            self.warn(
+                f'step {step}: {row["completions/clipped_ratio"]:.0%} of the answers are cut at max_new_tokens: allow '
+                'more, or see in rollouts.jsonl why they do not end'
+            )
+        if self.run.rank == 0:
+            prompt = self.run.train_data.items[groups[0][0].prompt].pairs[0][0]
+            answers = [{'text': answer.text, 'reward': answer.reward} for answer in groups[0]]
+            with open(self.path, 'a', encoding='utf-8') as file:
+                file.write(json.dumps({'step': step, 'prompt': prompt, 'answers': answers}) + '\n')
+        return row
+
+    def warn(self, line):
+        if (kind := line[-30:]) not in self.said:  # once is enough
+            self.say(f'WARNING: {line}')
+        self.said.add(kind)
+
+
+# --- ROWS -------------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(documents, run):
+    """
+    Documents packed into rows, batch_size rows at a time, and equally many batches on every rank: a list of
+    (x, y, starts, advantages, weights). Collective.
+
+    documents: [(ids of the prompt, ids of the answer, advantage, weight)]. x, y: int64 (batch_size, block_size), y -1
+    where nothing is learned. starts: int64 (batch_size, M), where each document begins; None without packing.
+    advantages and weights: fp32 of each target y >= 0, in the order of y[y >= 0].
+    """
+    config, T = run.config, run.config.block_size
+    sizes = np.array([len(prompt) + len(answer) - 1 for prompt, answer, *_ in documents], dtype=np.int64)
+    order, bins = pack(sizes, T) if config.packing else (np.arange(len(sizes)), np.arange(len(sizes)))
+    rows = [order[bins == bin] for bin in range(int(bins.max(initial=-1)) + 1)]
+    most = torch.tensor(max(1, -(-len(rows) // config.batch_size)))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    batches = []
+    for first in range(0, most.item() * config.batch_size, config.batch_size):
+        x = np.zeros((config.batch_size, T), dtype=np.int64)
+        y, per_target = np.full_like(x, -1), np.zeros((2, *x.shape), dtype=np.float32)
+        starts = np.full((config.batch_size, run.train_data.n_starts), T)
+        starts[:, 0] = 0
+        for row, numbers in enumerate(rows[first : first + config.batch_size]):
+            at = 0
+            for place, number in enumerate(numbers):
+                prompt, answer, *values = documents[number]
+                ids, starts[row, place] = [*prompt, *answer], at
+                end, learned = at + len(ids) - 1, at + len(prompt) - 1
+                x[row, at:end], y[row, learned:end] = ids[:-1], answer
+                per_target[:, row, learned:end] = np.array(values)[:, None]
+                at = end
+            if at < T and at:  # padding is a document, too
+                starts[row, len(numbers)] = at
+        per_target = per_target[:, y >= 0]
+        parts = (x, y, starts, *per_target)
+        x, y, starts, advantages, weights = (torch.from_numpy(part).to(run.device) for part in parts)
+        batches.append((x, y, starts if config.packing else None, advantages, weights))
+    return batches

@@ -1,0 +1,289 @@
+"""train_grpo.py: the loss beside formulas, a plain loop of transformers and TRL; layouts, resumed runs, refusals."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from chats import write_rows
+from launch import function_of, run_many
+from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
+from precision import apart, assert_same_run
+from pretrained import save_model
+from short import slow_but
+
+from dataset.shuffle import permuted
+from model import generator_of
+
+SEED, BLOCK, STEPS, PROMPTS, GROUP, LONGEST = 1337, 40, 4, 6, 4, 8
+RUN = [f'--seed={SEED}', f'--block_size={BLOCK}', f'--prompts_per_step={PROMPTS}', f'--num_generations={GROUP}']
+RUN += ['--batch_size=2', f'--max_iters={STEPS}', '--warmup_iters=0', '--device=cpu', '--dtype=float32', '--beta2=0.95']
+RUN += ['--learning_rate=1e-3', '--lr_schedule=constant', '--weight_decay=0', '--log_interval=1', '--compile=False']
+RUN += ['--checkpoint_interval=2', '--eval_tasks_interval=2']
+OF_ANSWERS = 'reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio'.split()
+RIGHT, ENDS = [*'abcdefghijkl'], [*'uvwxyz']  # an answer is right if it has one of these letters before one of those
+TASK = {'answer': RIGHT, 'rule': 'contains', 'stop': ENDS, 'max_new_tokens': LONGEST}
+
+
+def rows_of_prompts(n=20):
+    return [{'prompt': f'{number}' * (1 + number % 3) + ':', **TASK} for number in range(n)]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """A tiny Llama, whose answers are noise, and prompts.jsonl, where about a third of such answers is right."""
+    folder = tmp_path_factory.mktemp('grpo')
+    save_model(folder / 'llama', 'llama', max_position_embeddings=64)
+    write_rows(folder / 'prompts.jsonl', rows_of_prompts())
+    write_rows(folder / 'choices.jsonl', [{'context': 'a', 'choices': ['b', 'c'], 'gold': 0}])
+    write_rows(folder / 'long.jsonl', [{'prompt': 'a' * BLOCK, **TASK}])
+    answer = {'prompt': 'a', 'answer': '#### 1', 'rule': 'gsm8k', 'max_new_tokens': LONGEST}
+    write_rows(folder / 'two.jsonl', [answer])
+    return folder
+
+
+def keys_of(folder, out, *more):
+    more = [key.replace('FOLDER', str(folder)) for key in more]
+    base = [f'--init_from={folder}/llama', f'--prompts={folder}/prompts.jsonl', f'--out_dir={out}']
+    return [*RUN, *base, *more]
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def config_of(loss_type='dapo', scale_rewards='none', epsilon=0.2, epsilon_high=0.28):
+    keys = {'loss_type': loss_type, 'scale_rewards': scale_rewards, 'epsilon': epsilon, 'epsilon_high': epsilon_high}
+    return SimpleNamespace(**keys, prompts_per_step=PROMPTS, num_generations=GROUP)
+
+
+def of_script(name, **keys):
+    run = SimpleNamespace(train_data=SimpleNamespace(longest_answer=LONGEST))
+    return function_of('train_grpo.py', name, config=config_of(**keys), run=run)
+
+
+@pytest.mark.parametrize('scale', ['none', 'group'])
+def test_an_advantage_is_what_is_above_the_mean(scale):
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+    found = of_script('advantages_of', scale_rewards=scale)(torch.tensor(rewards, dtype=torch.float64))
+    for row, advantages in zip(rewards, found.tolist(), strict=True):
+        mean = sum(row) / 4
+        deviation = (sum((reward - mean) ** 2 for reward in row) / 3) ** 0.5 + 1e-4 if scale == 'group' else 1
+        assert advantages == pytest.approx([(reward - mean) / deviation for reward in row], rel=1e-12)
+    assert not found[2].any()
+
+
+def test_tokens_weigh_what_the_papers_say():
+    lengths = [1, 3, 8, 8]
+    weights = {
+        name: [of_script('weight_of', loss_type=name)(n, sum(lengths)) for n in lengths]
+        for name in ('dapo', 'dr_grpo', 'grpo')
+    }
+    answers = PROMPTS * GROUP
+    assert weights['dapo'] == [1 / 20] * 4
+    assert weights['dr_grpo'] == [1 / (answers * LONGEST)] * 4
+    assert [n * weight for n, weight in zip(lengths, weights['grpo'], strict=True)] == [1 / answers] * 4
+
+
+def test_a_ratio_is_clipped_where_it_would_go_on():
+    old = torch.zeros(6, dtype=torch.float64)
+    logps = torch.tensor([0.0, 0.3, 0.3, -0.3, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0, 3.0], dtype=torch.float64)
+    losses, clipped = of_script('losses_of_tokens')(logps, old, advantages)
+    ratios = np.exp(logps.tolist())
+    expected = [-2.0, -1.28, ratios[2], -ratios[3], 0.8, -3 * ratios[5]]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-12)
+    assert clipped.tolist() == [False, True, False, False, True, False]
+    losses.sum().backward()
+    slopes = [-2.0, 0.0, ratios[2], -ratios[3], 0.0, -3 * ratios[5]]
+    assert logps.grad.tolist() == pytest.approx(slopes, rel=1e-12)
+
+
+# --- beside a plain loop ----------------------------------------------------------------------------------------------
+
+
+def ids_of(text):
+    return [*text.encode()]
+
+
+def text_of(ids):
+    return bytes(token for token in ids if token < 256).decode(errors='replace')
+
+
+@torch.no_grad()
+def written(model, prompt, generator, temperature):
+    """One answer by transformers alone, without a cache: (ids, text before its end, whether it has ended)."""
+    ids = []
+    while len(ids) < LONGEST:
+        logits = model(torch.tensor([prompt + ids])).logits[0, -1]
+        probabilities, tokens = torch.softmax(logits / temperature, -1).sort(descending=True)
+        ends = probabilities.cumsum(-1)
+        ids.append(tokens[(ends <= torch.rand((), generator=generator) * ends[-1]).sum()].item())
+        text = text_of(ids)
+        if ids[-1] == 258 or any(end in text for end in ENDS):
+            return ids, re.split(f'[{"".join(ENDS)}]', text)[0], True
+    return ids, text_of(ids), False
+
+
+def plain_loop(folder, temperature=1.0, iterations=1):
+    """([[text, reward] of the first group of each step], metrics, weights) of a run, by transformers alone."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / 'llama', dtype=torch.float32)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    rows, shown = rows_of_prompts(), []
+    found = []
+    for step in range(STEPS):
+        slots = np.arange(step * PROMPTS, (step + 1) * PROMPTS)
+        answers = []
+        for slot, number in zip(slots, permuted(slots, len(rows), SEED), strict=True):
+            prompt, group = ids_of(rows[number]['prompt']), []
+            for k in range(GROUP):
+                generator = generator_of(SEED, f'prompt {slot} of the run, answer {k}')
+                ids, text, ended = written(model, prompt, generator, temperature)
+                group.append((prompt, ids, text, float(any(letter in text for letter in RIGHT)), ended))
+            mean = sum(reward for *_, reward, _ in group) / GROUP
+            answers += [(*answer, answer[3] - mean) for answer in group]
+        shown.append([[text, reward] for _, _, text, reward, _, _ in answers[:GROUP]])
+        tokens, old, clipped = sum(len(ids) for _, ids, *_ in answers), {}, []
+        for _ in range(iterations):
+            loss, surprise = 0.0, []
+            for number, (prompt, ids, _, _, _, advantage) in enumerate(answers):
+                logits = model(torch.tensor([prompt + ids[:-1]])).logits[0, len(prompt) - 1 :]
+                logps = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+                before = old.setdefault(number, logps.detach())
+                ratio = (logps - before).exp()
+                kept = ratio.clamp(0.8, 1.28)
+                loss = loss - torch.min(ratio * advantage, kept * advantage).sum() / tokens
+                if advantage:
+                    surprise += (-logps).tolist()
+                    clipped += (kept * advantage < ratio * advantage).tolist()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+            opt.step()
+            opt.zero_grad()
+        mean = {
+            'reward': np.mean([reward for *_, reward, _, _ in answers]),
+            'completions/mean_length': tokens / len(answers),
+            'completions/clipped_ratio': np.mean([not ended for *_, ended, _ in answers]),
+            'clip_ratio/region_mean': np.mean(clipped),
+        }
+        found.append({'grad_norm': norm, **({'entropy': np.mean(surprise)} if iterations == 1 else {}), **mean})
+    return shown, found, model.state_dict()
+
+
+LORA = ['--lora_rank=4', '--learning_rate=1e-2']
+FSDP, STAGE_2 = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual', '--zero_stage=2']
+TWICE = ['--num_iterations=2', '--temperature=0.7']
+CASES = {  # name: (ranks, the case that it has to equal, keys)
+    'one': (1, None, []),
+    'accumulated by sixes': (1, 'one', ['--batch_size=6']),
+    'unpacked': (1, 'one', ['--packing=False']),
+    'written by fives': (1, 'one', ['--generation_batch_size=5']),
+    'native': (1, 'one', ['--native=True']),
+    'lora': (1, None, LORA),
+    'twice': (1, None, TWICE),
+    'masked': (1, None, ['--mask_truncated=True', '--scale_rewards=group', '--loss_type=grpo']),
+    'ddp': (2, 'one', []),
+    'fsdp': (2, 'one', FSDP),
+    'stage 2': (2, 'one', STAGE_2),
+    'ddp, twice': (2, 'twice', TWICE),
+    'ddp, lora': (2, 'lora', LORA),
+    'fsdp, lora': (2, 'lora', [*FSDP, *LORA]),
+    'fsdp, masked': (2, 'masked', [*FSDP, '--mask_truncated=True', '--scale_rewards=group', '--loss_type=grpo']),
+    'stage 1, recomputed': (2, 'one', [*STAGE_2, '--zero_stage=1', '--activation_checkpointing=full']),
+    'offloaded': (2, 'one', [*FSDP, '--cpu_offload=optimizer']),
+    'params on the host': (2, 'one', [*FSDP, '--cpu_offload=params']),
+    'ddp 3': (3, 'one', []),
+    'fsdp 3': (3, 'one', FSDP),
+    'hsdp': (4, 'even', [*FSDP, '--replicate_size=2', '--prompts_per_step=4']),
+    'even': (1, None, ['--prompts_per_step=4']),
+}
+SHORT = ['one', 'unpacked', 'written by fives', 'lora', 'twice', 'ddp', 'fsdp', 'stage 2', 'fsdp, lora']
+REFUSED = {  # name: (ranks, keys, what the line says)
+    'no prompts': (1, ['--prompts=[]'], 'no prompts: name files of tasks'),
+    'choices': (1, ['--prompts=FOLDER/choices.jsonl'], 'rows with choices; expected {"prompt"'),
+    'long': (1, ['--prompts=FOLDER/long.jsonl'], 'more than the 40 that the model sees'),
+    'score': (1, ['--reward=f1'], 'reward=f1: .*which scores acc'),
+    'two scores': (1, ['--prompts=FOLDER/two.jsonl'], 'several scores: name one, --reward=strict_match'),
+    'scratch': (1, ['--init_from=scratch'], 'would write noise'),
+    'eval_only': (1, ['--eval_only=True'], 'use `python evaluate.py'),
+    'stage 3': (1, ['--strategy=fsdp', '--fsdp_impl=manual'], 'use --zero_stage=2, or --fsdp_impl=torch'),
+    'batch': (1, ['--batch_size=7'], 'batch_size=7 does not divide the 24 answers .* use --batch_size=[68]'),
+    'ranks': (2, ['--prompts_per_step=5'], 'use --prompts_per_step=4 or 6'),
+    'dropout': (1, ['--lora_rank=4', '--lora_dropout=0.1'], 'leave lora_dropout out'),
+    'z_loss': (1, ['--z_loss=0.1'], 'use --z_loss=0'),
+    'group': (1, ['--num_generations=1'], 'num_generations=1'),
+}
+
+
+@pytest.fixture(scope='module')
+def runs(folder, has_slow_tests):
+    """{name: its out_dir} of CASES, and of REFUSED what ended it, {name: text}."""
+    outs, errors = {name: folder / f'run {name}' for name in CASES}, {}
+    for nproc in (1, 2, 3, 4):
+        cases = [
+            {'name': name, 'script': 'train_grpo.py', 'arguments': keys_of(folder, outs[name], *keys)}
+            for name, (ranks, _, keys) in CASES.items()
+            if ranks == nproc and (has_slow_tests or name in SHORT)
+        ]
+        for name, (ranks, keys, _) in REFUSED.items():
+            if ranks == nproc:
+                arguments = keys_of(folder, folder / f'refused {name}', *keys)
+                cases.append({'name': name, 'script': 'train_grpo.py', 'arguments': arguments, 'may_fail': True})
+        results = run_many(cases, nproc, folder)
+        errors |= {name: result['error'] for name, result in results.items() if 'error' in result}
+    return outs, errors
+
+
+def rollouts_of(out):
+    return [json.loads(line) for line in Path(out, 'rollouts.jsonl').read_text().splitlines()]
+
+
+@pytest.mark.parametrize(('name', 'temperature', 'iterations'), [('one', 1.0, 1), ('twice', 0.7, 2)])
+def test_a_run_is_equal_to_a_plain_loop(folder, runs, name, temperature, iterations):
+    """Which writes without a cache, one answer after the other, and has no rows, no packing and no chunks."""
+    shown, rows, weights = plain_loop(folder, temperature, iterations)
+    out = runs[0][name]
+    found = metrics(out)
+    assert [[[one['text'], one['reward']] for one in row['answers']] for row in rollouts_of(out)] == shown
+    for step, (row, plain) in enumerate(zip(found, rows, strict=True), 1):
+        for fact, value in plain.items():
+            assert row[fact] == pytest.approx(value, rel=apart(step)), (step, fact)
+    assert 0.1 < min(row['reward'] for row in found) and 0 < found[0]['completions/clipped_ratio'] < 1
+    assert iterations == 1 or any(row['clip_ratio/region_mean'] for row in found)
+    ours = weights_of(out, STEPS)
+    assert max((ours[name] - weights[name]).abs().max().item() for name in ours) < 3e-5
+
+
+@pytest.mark.parametrize('name', slow_but(SHORT, [name for name, case in CASES.items() if case[1]]))
+def test_layouts_are_equal(runs, name):
+    """What is written, to the letter, and what is learned from it. (The loss itself is a small rest of large terms.)"""
+    out, expected = runs[0][name], runs[0][CASES[name][1]]
+    assert rollouts_of(out) == rollouts_of(expected)
+    for fact in (*OF_ANSWERS, 'clip_ratio/region_mean'):
+        assert column(out, fact) == pytest.approx(column(expected, fact), rel=1e-12), fact
+    assert_same_run(column(out, 'entropy'), column(expected, 'entropy'), name)
+    assert_same_run(column(out, 'grad_norm')[:1], column(expected, 'grad_norm')[:1], name)
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_it_is_refused_in_one_line(runs, name):
+    lines = [line for line in runs[1][name].splitlines() if re.search(REFUSED[name][2], line)]
+    assert lines, runs[1][name]
+
+
+def test_a_killed_run_goes_on_to_the_bit(folder, runs):
+    for name in ('ddp',):
+        out = runs[0][name]
+        killed = as_of_step(2, out, folder / f'killed {name}', rows=3)
+        arguments = keys_of(folder, killed, *CASES[name][2])
+        run_many([{'name': name, 'script': 'train_grpo.py', 'arguments': arguments}], 2, folder)
+        assert_same_weights(killed, out, STEPS)
+        assert_same_rows(killed, out, ('step', 'loss', 'grad_norm', 'entropy', *OF_ANSWERS))
+        assert rollouts_of(killed) == rollouts_of(out)
+
+
+# --- beside TRL -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,207 @@
+"""
+Train a language model by the rewards of what it writes: group relative policy optimisation (GRPO, arXiv 2402.03300).
+
+    python prepare_data.py --tasks=gsm8k                              # prompts with answers: tasks/gsm8k.jsonl
+    torchrun --nproc_per_node=4 train_grpo.py config/grpo_chat.py --init_from=models/NAME --prompts=tasks/gsm8k.jsonl
+    python train_grpo.py --help                                       # every key with its default and meaning
+
+In each step the model writes several answers to each of some prompts, and a rule says which of them are right. Answers
+that are better than the others to the same prompt become more likely. The model is trained as in train_ddp.py or
+train_fsdp.py, by the key `strategy`, and `diff train_dpo.py train_grpo.py` shows what is new: the model writes its own
+data. docs/grpo.md says what one sees in a run, and what goes wrong.
+"""
+
+import math
+from typing import Literal
+
+from configurator import configure
+from keys import Keys, ShardingKeys, TaskKeys
+
+
+# --- KNOBS ------------------------------------------------------------------------------------------------------------
+class Config(Keys, TaskKeys, ShardingKeys):
+    # grpo [result]
+    prompts = []  # task files with prompts, as evaluate.py reads them: tasks/a.jsonl,b.jsonl [result, per job, path]
+    prompts_chat = False  # write prompts by the chat template of init_from, as evaluate.py's apply_chat_template
+    num_fewshot: int | None = None  # solved examples before each prompt; None = as many as the file says [>= 0]
+    reward: str | None = (
+        None  # which score of a row's rule; None = its only one (gsm8k has two: flexible_extract) [result]
+    )
+    prompts_per_step = 32  # of all ranks: more = less noise [>= 1]
+    num_generations = 8  # answers to each prompt, which are compared with each other [>= 2]
+    max_new_tokens: int | None = None  # of an answer; None = as the rows say, or 256 [>= 1]
+    temperature = 1.0  # of the answers; lower = they differ less, and there is less to learn [> 0]
+    generation_batch_size: int | None = (
+        None  # answers that a rank writes at once; None = all of its own [per job, >= 1]
+    )
+    mask_truncated = False  # learn nothing from answers that max_new_tokens has cut
+    scale_rewards: Literal['none', 'group'] = 'none'  # group: advantages in standard deviations of the prompt's rewards
+    loss_type: Literal['dapo', 'dr_grpo', 'grpo'] = 'dapo'  # what a token of a long answer weighs; docs/grpo.md
+    num_iterations = 1  # updates from the same answers: more = cheaper, and further from what has written them [>= 1]
+    epsilon = 0.2  # num_iterations: a token's probability may fall by this share, then it is left alone [> 0, < 1]
+    epsilon_high = 0.28  # num_iterations: it may rise by this share [> 0]
+    # strategy
+    strategy: Literal['ddp', 'fsdp'] = 'ddp'  # each rank holds the whole model, or a slice of each weight [per job]
+    # fsdp [per job]
+    replicate_size = 1  # HSDP: copies of the sharded model, e.g. one per node; their gradients are averaged [>= 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp
+import optim
+from huggingface.finetune import weights_in_compute_dtype
+from logprobs import token_logps
+from runtime.begin import begin, make_model, order_buckets
+from runtime.first_weights import initialise
+from runtime.reference import refuse_other_losses
+from runtime.rollouts import Record, micro_batches, write_groups
+from runtime.watch import Watch
+
+run = begin(config, explicit, config.strategy)  # every key that the run needs now has a value
+refuse_other_losses(run)
+run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
+rank, world_size, device = run.rank, run.world_size, run.device
+is_sharded = config.strategy == 'fsdp'
+
+# --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
+model = raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
+if is_sharded:  # by fully_shard, or by fsdp_manual.py
+    model = fsdp.shard(raw_model, run.layout.mesh(device, config.timeout_s), run)
+initialise(raw_model, run)  # fp32 master weights; under FSDP each rank keeps its slice
+if world_size > 1 and not is_sharded:
+    if config.compile:  # dynamo would split blocks at ends of gradient buckets, but DDP's hooks run between blocks
+        torch._dynamo.config.optimize_ddp = False
+    model = DistributedDataParallel(
+        raw_model, device_ids=[device] if run.on_cuda else None, gradient_as_bucket_view=True
+    )
+    model.broadcast_buffers = False  # as in train_ddp.py
+
+# --- OPTIMIZER --------------------------------------------------------------------------------------------------------
+if is_sharded:
+    opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
+else:
+    opt = optim.from_config(raw_model, config, device, copies=dist.group.WORLD)  # all ranks have the same gradients
+scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
+step, state = run.resume(raw_model, opt, scaler)
+
+
+# --- THE LOSS ---------------------------------------------------------------------------------------------------------
+def advantages_of(rewards):
+    """By how much each answer is better than the mean of those to the same prompt: (P, G) -> (P, G). This is the whole
+    estimate of its value: where PPO trains a second model for it, GRPO writes several answers."""
+    ahead = rewards - rewards.mean(1, keepdim=True)
+    if config.scale_rewards == 'group':  # as in the paper; it favours prompts that are nearly always right or wrong
+        ahead = ahead / (rewards.std(1, keepdim=True) + 1e-4)
+    return ahead
+
+
+def weight_of(n, tokens):
+    """What a token counts in an answer of n tokens. tokens: of all answers of the step, on all ranks.
+
+    dapo (arXiv 2503.14476): all tokens alike. grpo: all answers alike, so that a token of a long wrong answer costs
+    little, and wrong answers grow. dr_grpo (arXiv 2503.20783): as dapo, but the sum does not depend on the lengths.
+    """
+    answers = config.prompts_per_step * config.num_generations
+    if config.loss_type == 'dapo':
+        return 1 / tokens
+    return 1 / (answers * (n if config.loss_type == 'grpo' else run.train_data.longest_answer))
+
+
+def losses_of_tokens(logps, old, advantages):
+    """The loss of each token, and whether it was clipped: (n) both. logps, old: its log-probability now, and under the
+    weights that wrote it.
+
+    The gradient of the ratio is that of logps while both are equal, as in the first update: then this is the policy
+    gradient, REINFORCE with a baseline. In later ones the ratio says how far the model has moved, and beyond epsilon a
+    token that would move on is left alone (PPO, arXiv 1707.06347; with two epsilons as in DAPO).
+    """
+    ratio = (logps - old).exp()
+    kept = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
+    losses = -torch.min(ratio * advantages, kept * advantages)
+    return losses, kept * advantages < ratio * advantages
+
+
+watch = Watch(run, step, state)  # whatever only observes: log, clock, watchdog
+watch.self_test(model, raw_model)
+
+
+# --- LOOP -------------------------------------------------------------------------------------------------------------
+def save(step):
+    watch.save(step, raw_model, opt, scaler.state_dict())
+
+
+also_log = model.communication if is_sharded and config.fsdp_impl == 'manual' else None
+watch.begin_training(model, save, also_log=also_log)
+record = Record(run, step, watch.say)  # what is counted of the answers, and some of them to read: rollouts.jsonl
+if step == 0 and run.tasks:
+    watch.log.row(0, watch.scores(0))  # to compare with
+numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
+if world_size > 1 and not is_sharded:
+    order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
+while step < config.max_iters and not watch.must_stop:
+    lr = optim.learning_rate_at(step, config)
+    for group in opt.param_groups:
+        group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
+
+    # The model writes: all answers to a prompt on one rank. Answers have different lengths, so ranks make different
+    # numbers of forward passes; under FSDP the weights are gathered once before, and stay whole meanwhile.
+    watch.begin_step(step)
+    watch.mark('rollout')
+    with fsdp.gathered(model, run) if is_sharded else weights_in_compute_dtype(raw_model):
+        groups = write_groups(model if is_sharded else raw_model, run, step)  # [[Answer] of each prompt of this rank]
+    advantages = advantages_of(torch.tensor([[answer.reward for answer in group] for group in groups]))
+    tokens = record.count(groups)  # of the answers to learn from, on all ranks
+    documents = [
+        (run.train_data.prompts[answer.prompt].tokens, answer.ids, advantage, weight_of(len(answer.ids), tokens))
+        for answer, advantage in zip(sum(groups, []), advantages.flatten().tolist(), strict=True)
+        if advantage and not (config.mask_truncated and answer.is_cut)  # without an advantage there is no gradient
+    ]
+    batches = micro_batches(documents, run)  # packed into rows; equally many batches on each rank
+
+    old = [None] * len(batches)  # log-probabilities of the targets under the weights that wrote them
+    for iteration in range(config.num_iterations):
+        step_loss = torch.zeros((), device=device)
+        for micro_step, (x, y, starts, advantage, weight) in enumerate(batches):
+            # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
+            last_micro_step = micro_step == len(batches) - 1
+            if is_sharded:
+                model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
+                model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
+            else:
+                model.require_backward_grad_sync = last_micro_step
+            watch.mark('forward')
+            logps = token_logps(model, x, y, starts, config.temperature)
+            if iteration == 0:
+                old[micro_step] = logps.detach()
+            losses, clipped = losses_of_tokens(logps, old[micro_step], advantage)
+            loss = (losses * weight).sum()
+            watch.mark('backward')
+            # The weights sum up over all ranks, and gradients are averaged over them: hence world_size.
+            scaler.scale(loss * world_size).backward()
+            step_loss += loss.detach()
+            record.add(logps, clipped)
+
+        watch.mark('update')
+        # gradients: undo the loss scale, clip the global norm
+        scaler.unscale_(opt)
+        grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, optimizer=opt)
+        # Whether the update is skipped: as in train_ddp.py.
+        may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
+        skip = numbers.must_skip(step + 1, step_loss, 1, grad_norm, may_overflow)
+        scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
+        watch.measure_state(raw_model, opt)
+        scaler.update()
+        opt.zero_grad(set_to_none=True)
+    step += 1
+    values = {'lr': lr, 'grad_norm': grad_norm}
+    if watch.due(step).log:
+        values |= record.row(step, groups)
+    watch.after_step(step, values)  # logs, scores and saves if they are due
+
+watch.end(step)
