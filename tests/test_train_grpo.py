@@ -1,5 +1,6 @@
 """train_grpo.py: the loss beside formulas, a plain loop of transformers and TRL; layouts, resumed runs, refusals."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,8 @@ from pretrained import save_model
 from short import slow_but
 
 from dataset.shuffle import permuted
+from huggingface import finetune
+from logprobs import token_logps
 from model import generator_of
 
 SEED, BLOCK, STEPS, PROMPTS, GROUP, LONGEST = 1337, 40, 4, 6, 4, 8
@@ -24,7 +27,7 @@ RUN += ['--batch_size=2', f'--max_iters={STEPS}', '--warmup_iters=0', '--device=
 RUN += ['--learning_rate=1e-3', '--lr_schedule=constant', '--weight_decay=0', '--log_interval=1', '--compile=False']
 RUN += ['--checkpoint_interval=2', '--eval_tasks_interval=2']
 OF_ANSWERS = 'reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio'.split()
-RIGHT, ENDS = [*'abcdefghijkl'], [*'uvwxyz']  # an answer is right if it has one of these letters before one of those
+RIGHT, ENDS = [*'abcdefghijklmnop'], [*'ABCDEFGHIJKLMNOPQRST']  # right has a letter of these before one of those
 TASK = {'answer': RIGHT, 'rule': 'contains', 'stop': ENDS, 'max_new_tokens': LONGEST}
 
 
@@ -215,7 +218,6 @@ REFUSED = {  # name: (ranks, keys, what the line says)
     'ranks': (2, ['--prompts_per_step=5'], 'use --prompts_per_step=4 or 6'),
     'dropout': (1, ['--lora_rank=4', '--lora_dropout=0.1'], 'leave lora_dropout out'),
     'z_loss': (1, ['--z_loss=0.1'], 'use --z_loss=0'),
-    'group': (1, ['--num_generations=1'], 'num_generations=1'),
 }
 
 
@@ -287,3 +289,158 @@ def test_a_killed_run_goes_on_to_the_bit(folder, runs):
 
 
 # --- beside TRL -------------------------------------------------------------------------------------------------------
+
+OF_TRL = {'bos_token_id': None, 'eos_token_id': 63, 'pad_token_id': 0, 'vocab_size': 64, 'initializer_range': 0.1}
+OF_TRL |= {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
+OF_TRL |= {'num_key_value_heads': 2, 'max_position_embeddings': 64}
+# The first and the last of the ten losses, which TRL 1.16 gave on another machine, with old log-probabilities.
+TRLS_LOSSES = {('dapo', 'group'): (0.0712757, -0.2075298), ('dr_grpo', 'none'): (0.0141095, -0.0460833)}
+PROMPTS_OF_TRL, TEMPERATURE, CUT_AT = 2, 0.9, 12
+
+
+def tiny(seed):
+    import transformers
+
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**OF_TRL)).float()
+
+
+def log_probabilities(model, answers):
+    """Those of the tokens of all answers (prompt, ids), which stand packed in one row."""
+    x, y, starts = [], [], [0]
+    for prompt, ids in answers:
+        x += (prompt + ids)[:-1]
+        y += [-1] * (len(prompt) - 1) + ids
+        starts.append(len(x))
+    return token_logps(model, torch.tensor([x]), torch.tensor([y]), torch.tensor([starts]), TEMPERATURE)
+
+
+def steps_of_trl(model):
+    """Ten steps: [(answers, their rewards, [old log-probabilities] of each)], written by weights near the first."""
+    draw, near, steps = torch.Generator().manual_seed(1), copy.deepcopy(model), []
+    noise = tiny(5).state_dict()
+
+    def ids(low, high):
+        length = int(torch.randint(low, high, (), generator=draw))
+        return torch.randint(1, 63, (length,), generator=draw).tolist()
+
+    with torch.no_grad():
+        for name, parameter in near.named_parameters():
+            parameter += 0.02 * noise[name]
+        for _ in range(10):
+            answers = []
+            for _ in range(PROMPTS_OF_TRL):
+                prompt = ids(3, 9)
+                answers += [(prompt, ids(1, CUT_AT)) for _ in range(GROUP)]
+            rewards = torch.randint(0, 2, (len(answers),), generator=draw).float()
+            old = log_probabilities(near, answers).split([len(ids) for _, ids in answers])
+            steps.append((answers, rewards, old))
+    return steps
+
+
+def padded(answers, old, advantages, tokens):
+    """A micro-batch as TRL's trainer has it: prompts padded on the left, answers on the right."""
+    widths = {'prompt': max(len(prompt) for prompt, _ in answers), 'completion': max(len(ids) for _, ids in answers)}
+    batch = {
+        f'{part}_{what}': torch.zeros(len(answers), width, dtype=torch.int64)
+        for part, width in widths.items()
+        for what in ('ids', 'mask')
+    }
+    before = torch.zeros(len(answers), widths['completion'])
+    for row, ((prompt, ids), values) in enumerate(zip(answers, old, strict=True)):
+        batch['prompt_ids'][row, -len(prompt) :] = torch.tensor(prompt)
+        batch['prompt_mask'][row, -len(prompt) :] = 1
+        batch['completion_ids'][row, : len(ids)] = torch.tensor(ids)
+        batch['completion_mask'][row, : len(ids)] = 1
+        before[row, : len(ids)] = values
+    batch |= {'advantages': advantages, 'num_items_in_batch': torch.tensor(float(tokens))}
+    return batch | {'old_per_token_logps': before}
+
+
+def by_trl(model, steps, advantages_of, loss_type, folder):
+    """The losses of TRL's GRPOTrainer, which is given all that it would write itself; 4 answers a micro-step."""
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    losses = []
+
+    class Trainer(trl.GRPOTrainer):
+        def _prepare_inputs(self, batch):
+            step, micro_step = divmod(self._step, 2)
+            answers, rewards, old = steps[step]
+            part = slice(micro_step * 4, micro_step * 4 + 4)
+            advantages = advantages_of(rewards.view(-1, GROUP)).flatten()[part]
+            return padded(answers[part], old[part], advantages, sum(len(ids) for _, ids in answers))
+
+        def log(self, logs, *args, **kwargs):
+            losses.extend([logs['loss']] if 'grad_norm' in logs else [])
+
+    words = tokenizers.models.WordLevel({str(number): number for number in range(64)}, unk_token='0')
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), eos_token='63', pad_token='0'
+    )
+    config = trl.GRPOConfig(
+        output_dir=str(folder), max_steps=len(steps), per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        num_generations=GROUP, learning_rate=1e-3, lr_scheduler_type='constant', weight_decay=0.0, adam_beta1=0.9,
+        adam_beta2=0.95, max_grad_norm=1.0, max_completion_length=CUT_AT, logging_steps=1, report_to=[], use_cpu=True,
+        bf16=False, save_strategy='no', disable_tqdm=True, gradient_checkpointing=False, temperature=TEMPERATURE,
+        beta=0.0, loss_type=loss_type, optim='adamw_torch', dataloader_pin_memory=False,
+    )  # fmt: skip
+    Trainer(
+        model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
+        train_dataset=datasets.Dataset.from_list([{'prompt': '1 2'}] * 64), processing_class=tokenizer,
+    ).train()  # fmt: skip
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('loss_type', 'scale'), [('dapo', 'group'), ('dr_grpo', 'none'), ('grpo', 'group')])
+def test_ten_steps_are_those_of_trl(tmp_path, loss_type, scale):
+    """Ours with the answers packed into rows, and with uneven micro-steps. The answers come from other weights, as in a
+    later one of num_iterations."""
+    pytest.importorskip('trl')
+    theirs = tiny(0)
+    theirs.save_pretrained(tmp_path / 'model')
+    pretrained = finetune.Pretrained(str(tmp_path / 'model'))
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    model.to_empty(device='cpu')
+    finetune.load(model, pretrained)
+    steps, losses = steps_of_trl(model), []
+    config = config_of(loss_type, scale, epsilon_high=0.2)
+    config.prompts_per_step = PROMPTS_OF_TRL
+    run = SimpleNamespace(train_data=SimpleNamespace(longest_answer=CUT_AT))
+    advantages_of, weight_of, losses_of_tokens = (
+        function_of('train_grpo.py', name, config=config, run=run)
+        for name in ('advantages_of', 'weight_of', 'losses_of_tokens')
+    )
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for answers, rewards, old in steps:
+        advantages, lengths, total = (
+            advantages_of(rewards.view(-1, GROUP)).flatten(),
+            [len(ids) for _, ids in answers],
+            0,
+        )
+        for part in (slice(0, 3), slice(3, 8)):
+            repeats = torch.tensor(lengths[part])
+            weights = torch.tensor([weight_of(n, sum(lengths)) for n in lengths[part]])
+            found, _ = losses_of_tokens(
+                log_probabilities(model, answers[part]),
+                torch.cat(old[part]),
+                advantages[part].repeat_interleave(repeats),
+            )
+            loss = (found * weights.repeat_interleave(repeats)).sum()
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        losses.append(total)
+    expected = by_trl(theirs, steps, advantages_of, loss_type, tmp_path / 'out')
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-6, (losses, expected)
+    weights = theirs.state_dict()
+    assert max((weights[name] - tensor).abs().max().item() for name, tensor in model.state_dict().items()) <= 2e-5
+    if (loss_type, scale) in TRLS_LOSSES:
+        assert [losses[0], losses[-1]] == pytest.approx(TRLS_LOSSES[loss_type, scale], abs=5e-6)
