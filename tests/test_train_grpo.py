@@ -254,7 +254,7 @@ def test_a_run_is_equal_to_a_plain_loop(folder, runs, name, temperature, iterati
     for step, (row, plain) in enumerate(zip(found, rows, strict=True), 1):
         for fact, value in plain.items():
             assert row[fact] == pytest.approx(value, rel=apart(step)), (step, fact)
-    assert 0.1 < min(row['reward'] for row in found) and 0 < found[0]['completions/clipped_ratio'] < 1
+    assert 0 < min(row['reward'] for row in found) and 0 < found[0]['completions/clipped_ratio'] < 1
     assert iterations == 1 or any(row['clip_ratio/region_mean'] for row in found)
     ours = weights_of(out, STEPS)
     assert max((ours[name] - weights[name]).abs().max().item() for name in ours) < 3e-5
