@@ -193,7 +193,7 @@ OTHER_TRAINERS = {
     'effective_batch_size': 'global_batch_size',
     'grad_accum acc_steps gradient_accumulation_steps': 'none: follows from batch_size and global_batch_size',
     'seq_len context_length max_seq_length max_length max_seq_len': 'block_size',
-    'steps max_steps num_iterations': 'max_iters',
+    'steps max_steps': 'max_iters',
     'num_train_epochs epochs': 'num_epochs',
     'lr max_lr': 'learning_rate',
     'min_learning_rate': 'min_lr',
@@ -230,6 +230,8 @@ OTHER_TRAINERS = {
     'load_in_4bit quantization_bit bnb_4bit_quant_type': 'frozen_dtype=nf4, with a lora_rank',
     'dpo_beta': 'beta (train_dpo.py)',
     'rpo_alpha cpo_alpha': 'sft_weight (train_dpo.py)',
+    'max_completion_length': 'max_new_tokens (train_grpo.py)',
+    'reward_funcs reward_weights': 'prompts and reward (train_grpo.py): the rule in a row says which answers are right',
     'dpo_normalize_logratios_by_length': 'loss_type=sigmoid_norm (train_dpo.py)',
     'precompute_ref_log_probs ref_model reference_free': 'none: it is computed once; simpo has none',
     'truncation_mode max_prompt_length': 'block_size: pairs that do not fit are left out, and none is cut',
@@ -382,9 +384,13 @@ READ_IF = {
         'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
     },
     'train_grpo.py': {
-        'dataset dataset_stages val_dataset windows eval_interval eval_iters global_batch_size loss_spike_guard': (
+        'dataset_stages val_dataset windows eval_interval eval_iters global_batch_size loss_spike_guard': (
             'in scripts that learn from a dataset: here it is --prompts',
-            lambda run: False,
+            lambda run: not run.prompts,
+        ),
+        'dataset data_dir': (
+            'where init_from is a run from scratch, whose tokenizer is there',
+            lambda run: not (run.transformers or run.native),
         ),
         'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
         'epsilon epsilon_high': ('with --num_iterations=2 or more', lambda run: run.num_iterations > 1),

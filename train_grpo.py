@@ -24,16 +24,12 @@ class Config(Keys, TaskKeys, ShardingKeys):
     prompts = []  # task files with prompts, as evaluate.py reads them: tasks/a.jsonl,b.jsonl [result, per job, path]
     prompts_chat = False  # write prompts by the chat template of init_from, as evaluate.py's apply_chat_template
     num_fewshot: int | None = None  # solved examples before each prompt; None = as many as the file says [>= 0]
-    reward: str | None = (
-        None  # which score of a row's rule; None = its only one (gsm8k has two: flexible_extract) [result]
-    )
+    reward: str | None = None  # which score of a row's rule; None = its only one; gsm8k has two: flexible_extract
     prompts_per_step = 32  # of all ranks: more = less noise [>= 1]
     num_generations = 8  # answers to each prompt, which are compared with each other [>= 2]
     max_new_tokens: int | None = None  # of an answer; None = as the rows say, or 256 [>= 1]
     temperature = 1.0  # of the answers; lower = they differ less, and there is less to learn [> 0]
-    generation_batch_size: int | None = (
-        None  # answers that a rank writes at once; None = all of its own [per job, >= 1]
-    )
+    generation_batch_size: int | None = None  # answers that a rank writes at once; None = all [per job, >= 1]
     mask_truncated = False  # learn nothing from answers that max_new_tokens has cut
     scale_rewards: Literal['none', 'group'] = 'none'  # group: advantages in standard deviations of the prompt's rewards
     loss_type: Literal['dapo', 'dr_grpo', 'grpo'] = 'dapo'  # what a token of a long answer weighs; docs/grpo.md

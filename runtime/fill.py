@@ -56,7 +56,8 @@ def fill_layout(run, ranks):
     config = run.config
     choose_sizes(config, run.strategy, ranks, processes.local_world_size())
     run.layout = Layout.of(vars(config), run.strategy, ranks)
-    run.notes.append(run.layout.batch_line(config.batch_size, config.block_size))
+    if run.tokens_per_step:
+        run.notes.append(run.layout.batch_line(config.batch_size, config.block_size))
 
 
 def fill_compile(run):

@@ -101,7 +101,8 @@ def run_to_start_from(config, explicit):
         )
     folder = data.folder_of(before)
     if 'prompts' in vars(config):  # the tokenizer is that of the earlier run's data
-        vars(config).update({key: before[key] for key in ('data_dir', 'dataset', 'dataset_stages')})
+        of_data = ('data_dir', 'dataset', 'dataset_stages')
+        vars(config).update({key: before[key] for key in of_data if key not in explicit})
     if not same_tokenizer(folder, data.folder_of(vars(config))):
         raise ValueError(
             f'init_from={config.init_from} knows the tokens of {folder}, dataset={config.dataset} has those of another '

@@ -57,6 +57,7 @@ class Prompts:
             self.prompts += [prompt for (prompt,) in requests]
         self.reward = reward_of(self.items, config.reward)
         self.n_windows, self.vocab_size = len(self.items), None
+        self.per_step = f'{config.prompts_per_step:,} and writes {counted(config.num_generations, "answer")} to each'
         self.n_tokens = sum(len(prompt.tokens) for prompt in self.prompts)
         self.longest_answer = max(prompt.max_new_tokens for prompt in self.prompts)
         # A row holds at most so many answers, and padding behind them.
@@ -70,7 +71,10 @@ class Prompts:
         return [[0, {self.fingerprint: '1'}]]
 
     def lines(self):
-        return [f"{', '.join(self.names)}: {self.n_windows:,} prompts; an answer's reward is its {self.reward}"]
+        return [
+            f'{", ".join(self.names)}: {self.n_windows:,} prompts, of which a step takes {self.per_step}, with its '
+            f'{self.reward} as the reward'
+        ]
 
     def epochs(self, n):
         return {}
