@@ -104,7 +104,8 @@ is_native = path is not None and state['config'].get('native', False)
 if path and not finetune.is_fine_tuned(state):
     pretrained, model_config = None, ModelConfig(**state['identity']['model'])
     folder = data.folder_of(state['config'], config.data_dir)
-    encoder = tasks.NativeEncoder(tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer))
+    tokenizer = tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer)
+    encoder = tasks.NativeEncoder(tokenizer, state['config'].get('windows'))
     positions = model_config.block_size
 else:
     if config.tokenizer is not None:

@@ -111,7 +111,8 @@ else:
     else:
         model_config, folder = ModelConfig(**facts), data.folder_of(run, config.data_dir)
 if path and model_config:
-    language = prompts.OwnLanguage(tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer))
+    tokenizer = tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer)
+    language = prompts.OwnLanguage(tokenizer, run.get('windows'))
 else:
     if config.tokenizer is not None:
         raise ValueError(f'tokenizer={config.tokenizer}: a fine-tuned model has its own; leave it out')

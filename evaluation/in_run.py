@@ -145,7 +145,7 @@ def encoder_of_run(keys, pretrained):
         tokenizer.chat_template = pretrained.chat_templates or tokenizer.chat_template
         return encoder_of(pretrained, tokenizer)
     try:
-        return NativeEncoder(tokenizer_of(data.folder_of(keys)))
+        return NativeEncoder(tokenizer_of(data.folder_of(keys)), keys.get('windows'))
     except (ValueError, OSError) as error:
         raise ValueError(f'eval_tasks needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 from typing import NamedTuple
 
+from evaluation.tasks import begin_of_text
 from huggingface.finetune import transformers_offline
 from system.errors import one_line
 from text.chat_rows import BESIDE_MESSAGES, INSTRUCTIONS, LISTS, question_of
@@ -72,12 +73,14 @@ class Prompt(NamedTuple):
 
 
 class OwnLanguage:
-    """For models trained from scratch: a tokenizer of text.tokenizer, without a chat template."""
+    """For models trained from scratch: a tokenizer of text.tokenizer, without a chat template. windows: as for
+    tasks.NativeEncoder."""
 
     has_template = False
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, windows='stream'):
         self.tokenizer, self.stop_tokens = tokenizer, [tokenizer.eot]
+        self.begin = begin_of_text(tokenizer, windows)
 
     def prompt_of(self, text):
         tokens = self.tokenizer.encode(text)
@@ -88,9 +91,9 @@ class OwnLanguage:
         if text.endswith(' '):
             begin = self.decode([tokens.pop()])
             first = [token for token in range(self.tokenizer.vocab_size) if self.decode([token]).startswith(begin)]
-        # As in training, BOS comes first if the tokenizer has one. If it has none and the prompt is empty, eot does,
-        # which in training ended the document before.
-        return Prompt([*self.tokenizer.bos, *tokens] or [self.tokenizer.eot], begin, first)
+        # What comes first is as in training. If that is nothing and the prompt is empty, it is eot, which in training
+        # ended the document before.
+        return Prompt([*self.begin, *tokens] or [self.tokenizer.eot], begin, first)
 
     def decode(self, ids):
         return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])

@@ -280,12 +280,19 @@ def with_examples(item, shown, chat):
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
+def begin_of_text(tokenizer, windows):
+    """The ids before a text, for a model from scratch: BOS, or where its tokenizer has none and windows=documents has
+    shown it whole documents alone, the end of the one before."""
+    return [*tokenizer.bos] or ([tokenizer.eot] if windows == 'documents' else [])
+
+
 class NativeEncoder:
     """Encodes with a tokenizer of text.tokenizer, which puts BOS before a text if it has one. An empty context becomes
-    BOS or, without one, eot: the end of a document also starts the next one."""
+    BOS or, without one, eot: the end of a document also starts the next one. windows: how the model has seen text; with
+    'documents' it has never seen one that did not begin behind an end."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.bos = tokenizer, list(tokenizer.bos)
+    def __init__(self, tokenizer, windows='stream'):
+        self.tokenizer, self.bos = tokenizer, begin_of_text(tokenizer, windows)
         self.prefix = self.bos[-1] if self.bos else tokenizer.eot
         self.stop_tokens = [tokenizer.eot]
 

@@ -93,6 +93,8 @@ def fill_data(run):
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed, config.chats = train_data.has_starts, bool(train_data.is_chat and pretrained)
+    if train_data.is_pairs:
+        config.windows = 'documents'  # each is one, and begins behind the end of another
     one = 'pair' if train_data.is_pairs else 'conversation'
     if train_data.is_chat and not (pretrained or (train_data.is_pairs and run.start_from)):
         raise ValueError(

@@ -101,7 +101,7 @@ def run_to_start_from(config, explicit):
         )
     folder = data.folder_of(before)
     if 'prompts' in vars(config):  # the tokenizer is that of the earlier run's data
-        of_data = ('data_dir', 'dataset', 'dataset_stages')
+        of_data = ('data_dir', 'dataset', 'dataset_stages', 'windows')
         vars(config).update({key: before[key] for key in of_data if key not in explicit})
     if not same_tokenizer(folder, data.folder_of(vars(config))):
         raise ValueError(

@@ -16,7 +16,7 @@ from launch import SHARED
 from prepared import error_of
 from tokenizers import Tokenizer, processors
 
-from evaluation import tasks
+from evaluation import prompts, tasks
 from text import encoding
 from text.documents import Piece
 from text.tokenizer import (
@@ -513,3 +513,10 @@ def test_ids_in_the_gaps_of_an_encoding_are_decoded_as_unknown():
         'gap', pat_str='.', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 300}
     )
     assert TiktokenTokenizer(encoding_with_gap).decode([97, 280, 98]) == 'a\ufffdb'
+
+
+def test_a_model_of_whole_documents_reads_a_text_behind_the_end_of_another():
+    tokenizer = load_tokenizer('bytes')
+    for windows, begin in (('documents', [tokenizer.eot]), ('stream', []), (None, [])):
+        assert tasks.NativeEncoder(tokenizer, windows).encode(['ab']) == [[*begin, *b'ab']]
+        assert prompts.OwnLanguage(tokenizer, windows).prompt_of('ab').ids == [*begin, *b'ab']
