@@ -1,13 +1,14 @@
 """
 Writes sums of two numbers below 100, on which a tiny model can learn within minutes what large ones learn in days: a
-language of one kind of sentence, and which of two answers is the better one (docs/dpo.md).
+language of one kind of sentence, which of two answers is the better one (docs/dpo.md), and to find answers that nobody
+has told it (docs/grpo.md).
 
     python benchmarks/make_sums.py
 
-    sums/texts.jsonl    {"text": "37+58=95\\n"}: 7,290 of the 8,100 sums, to pretrain on
-    sums/pairs.jsonl    {"prompt": "37+58=", "chosen": "95\\n", "rejected": "94\\n"}: 2,000 of these; one digit is wrong
-    sums/prompts.jsonl  {"prompt": "37+58=", "answer": "95", ...}: the 7,290 as tasks, for rewards (docs/grpo.md)
-    sums/sums.jsonl     the 810 others as tasks, which no training has seen
+    sums/texts.jsonl    {"text": "37+58=95\\n"}: 700 of the 8,100 sums, to pretrain on
+    sums/pairs.jsonl    {"prompt": "37+58=", "chosen": "95\\n", "rejected": "94\\n"}: 2,000 others; one digit is wrong
+    sums/prompts.jsonl  {"prompt": "37+58=", "answer": "95", ...}: these 2,000 and 4,590 more, as tasks to practise on
+    sums/sums.jsonl     the last 810 as tasks, which no training sees
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import random
 from pathlib import Path
 
-PAIRS, HELD_OUT = 2000, 0.1
+TEXTS, PAIRS, HELD_OUT = 700, 2000, 810
 
 
 def with_a_wrong_digit(answer, draw):
@@ -32,16 +33,16 @@ def main():
     draw = random.Random(arguments.seed)
     sums = [(f'{a}+{b}=', str(a + b)) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(sums)
-    n = round(HELD_OUT * len(sums))
+    held_out, texts, others = sums[:HELD_OUT], sums[HELD_OUT:][:TEXTS], sums[HELD_OUT + TEXTS :]
     task = {'stop': ['\n'], 'rule': 'exact', 'max_new_tokens': 5}
     files = {
-        'texts': [{'text': f'{prompt}{answer}\n'} for prompt, answer in sums[n:]],
+        'texts': [{'text': f'{prompt}{answer}\n'} for prompt, answer in texts],
         'pairs': [
             {'prompt': prompt, 'chosen': f'{answer}\n', 'rejected': f'{with_a_wrong_digit(answer, draw)}\n'}
-            for prompt, answer in draw.sample(sums[n:], PAIRS)
+            for prompt, answer in others[:PAIRS]
         ],
-        'prompts': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in sums[n:]],
-        'sums': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in sums[:n]],
+        'prompts': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in others],
+        'sums': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in held_out],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
