@@ -76,7 +76,7 @@ class ModelConfig:
     expert_hidden_dim: int | None = None
     router_aux: float = 0.001  # see Router.loss_sum()
     router_z: float = 0.0
-    router_bias: float = 0.0  # see expert_manual.balance_experts()
+    router_bias: float = 0.0  # see optim.balance_experts()
     vocab_size: int | None = None
     block_size: int = 1024
     dropout: float = 0.0
@@ -555,8 +555,7 @@ class Balance(nn.Module):
     Left alone, training sends more and more tokens to a few experts, which learn from them and so are chosen again,
     while other experts die. The usual remedy is the loss in loss_sum(); another one is `bias`. Both depend on `load`
     (E), a buffer that is saved in checkpoints: how many of a token's k choices went to each expert in the step before,
-    on average over the global batch, so that the loads sum to k. balance_experts() in expert_manual.py updates it
-    once a step.
+    on average over the global batch, so that the loads sum to k. optim.balance_experts() updates it once a step.
     """
 
     def __init__(self, n_experts, k, aux, z, bias_rate=0.0):

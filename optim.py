@@ -1,5 +1,5 @@
 """
-Optimizers and learning-rate schedules.
+Optimizers and learning-rate schedules, the norm of the gradients, and the balance of a mixture's experts.
 
     optimizer = make_optimizer(model, 'adamw', learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
     learning_rate = learning_rate_at(step, config)
@@ -972,3 +972,43 @@ def clip_grad_norm_(parameters, max_norm, *norm_groups, optimizer=None):
     elif max_norm < math.inf:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def balance_experts(model, skip=False, group=None):
+    """
+    After a step, sum over the ranks how many tokens each expert had, for all layers at once. The sums become the
+    routers' load and move their biases. Collective; does nothing in a model without experts.
+
+    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes); load and bias then stay, too.
+    group: the ranks that train together, if these are not all ranks.
+
+    bias += router_bias * sign(k/E - load), minus the mean over experts, so that an expert with few tokens is chosen
+    more easily. There is no loss that would pull the router away from what the model is trained for (DeepSeek: arXiv
+    2408.15664).
+    """
+    routers = model.routers
+    if not routers:
+        return
+    seen = torch.stack([router.seen for router in routers])  # (L, E+1)
+    dist.all_reduce(seen, group=group)
+    for router, counts in zip(routers, seen, strict=True):
+        router.seen_by_all = counts  # for meter.router_metrics()
+    torch._foreach_zero_([router.seen for router in routers])
+    if skip is True:
+        return
+    before, uniform = torch.stack([router.load for router in routers]), routers[0].k / routers[0].n_experts
+    load = uniform * (seen[:, :-1] / seen[:, :-1].mean(1, keepdim=True)).float()  # (L, E)
+    counts = load.isfinite()  # false in a step without any token
+    if isinstance(skip, torch.Tensor):
+        counts = counts & (skip == 0)
+    load = torch.where(counts, load, before)
+    torch._foreach_copy_([router.load for router in routers], load.unbind())
+    if routers[0].bias is not None:
+        bias = torch.stack([router.bias for router in routers])
+        bias += routers[0].bias_rate * (uniform - load).sign() * counts
+        bias -= bias.mean(1, keepdim=True)  # only differences matter
+        torch._foreach_copy_([router.bias for router in routers], bias.unbind())

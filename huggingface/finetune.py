@@ -619,7 +619,7 @@ def find_routers(model):
 def balance_routers(model, pretrained):
     """
     Let the routers of a mixture add to the loss what those of model.GPT add, and count their tokens for
-    expert_manual.balance_experts(). Each gets a Balance in its block, whose load is saved in checkpoints.
+    optim.balance_experts(). Each gets a Balance in its block, whose load is saved in checkpoints.
 
     What a router says leaves the block as a second output, as in model.Block. A block that is computed twice, with
     activation checkpointing, is still counted once, and it remains a single graph for torch.compile.
