@@ -31,12 +31,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import moments
-from keys import DANA
+from keys import DANA, OPTIMIZERS, SCHEDULES
 from layout import FP32, WHOLE
 from model import GPT, Attention, ExpertLinear
 from moments import in_parts, local
 
-SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
 MUON_MOMENTUM = 0.95
@@ -336,7 +335,6 @@ UPDATES = {
 }
 # How many numbers each optimizer keeps for one of a parameter; Muon one less for the matrices that it trains itself.
 MOMENTS = {name: len(update.moments) for name, update in UPDATES.items()} | {'muon': 2, 'sgd': 0}
-OPTIMIZERS = tuple(MOMENTS)
 
 
 class Elementwise(torch.optim.Optimizer):
