@@ -956,6 +956,12 @@ class Head(Linear):
         """Logits (..., vocab_size) of hidden states (..., C)."""
         return softcapped(linear(h, self.whole())[..., : self.vocab_size], self.cap)
 
+    def by_rows(self, dtype):
+        """A function from rows of hidden states (n, C) in this dtype to their logits (n, vocab_size). The weight is
+        gathered and cast once, however often it is called."""
+        weight = self.whole()[: self.vocab_size].to(dtype)
+        return lambda rows: softcapped(rows @ weight.T, self.cap)
+
     def loss(self, h, y, cross_entropy):
         """(loss_sum, ce_sum) of hidden states (B, T, C) for targets (B, T). cross_entropy: for ChunkedCrossEntropy."""
         options = self.vocab_size, self.z_loss, torch.is_grad_enabled(), partial(cross_entropy, cap=self.cap)
@@ -1016,8 +1022,7 @@ class GPT(nn.Module):
         """
         h, routings = self.hidden(x, starts, attention, cache)
         if then is not None:
-            head, cap = self.head.whole()[: self.config.vocab_size].to(h.dtype), self.config.logit_softcap
-            return then(h, lambda rows: softcapped(rows @ head.T, cap))
+            return then(h, self.head.by_rows(h.dtype))
         return self.head(h) if y is None else self.loss(h, y, routings)
 
     def hidden(self, x, starts=None, attention=None, cache=None):
