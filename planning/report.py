@@ -140,6 +140,9 @@ def out_of_memory_advice(config, world_size, strategy):
     if config.get('n_experts') and not is_refused:
         possible = math.gcd(layout.shard, config['n_experts'])
         together = max(n for n in range(1, 9) if possible % n == 0)
+    shard_it = 'set --strategy=fsdp' if 'strategy' in config else 'use train_fsdp.py'
+    is_whole = strategy == 'ddp'
+    sharding = {} if is_whole else config  # a script with both strategies has the keys of FSDP under DDP, too
     divide = 'set' if 'expert_parallel' in config else 'use train_parallel.py'
     fewer_bits = 'bfloat16' if layout.tensor > 1 else 'int8'  # a cut would divide int8's blocks
     state_helps = {  # frozen weights have no state
@@ -147,11 +150,11 @@ def out_of_memory_advice(config, world_size, strategy):
         and sharing < together,
         'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,
         'set --lora_rank=16': has_untrained and not config['lora_rank'],
-        'use train_fsdp.py on several GPUs': strategy == 'ddp',
-        'set --zero_stage=3': config.get('zero_stage', 3) != 3,
-        'set --accumulate=sharded': config.get('accumulate', 'sharded') != 'sharded',
+        f'{shard_it} on several GPUs': is_whole,
+        'set --zero_stage=3': sharding.get('zero_stage', 3) != 3,
+        'set --accumulate=sharded': sharding.get('accumulate', 'sharded') != 'sharded',
         f'set --optimizer_dtype={fewer_bits}': largest == 'optimizer' and has_fp32_moments,
-        'set --cpu_offload=params': config.get('cpu_offload') == 'none',
+        'set --cpu_offload=params': sharding.get('cpu_offload') == 'none',
     }
     helps = batch_helps | state_helps if largest in ('activations', 'logits') else state_helps | batch_helps
     return f'{need}: ' + ', or '.join(key for key, is_left in helps.items() if is_left)
