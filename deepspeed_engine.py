@@ -100,6 +100,7 @@ def check(keys, layout, shape):
             keys['optimizer_dtype'] != 'float32',
             f'optimizer_dtype={keys["optimizer_dtype"]}: its flat slices know no rows; leave it out',
         ),
+        (keys['matmul_dtype'], f'matmul_dtype={keys["matmul_dtype"]}: it has weights of its own; leave it out'),
         (keys['compile'] and stage == 3, 'compile=True with zero_stage=3: use --compile=False or --zero_stage=2'),
         (keys['cpu_offload'] == 'params' and stage != 3, f'cpu_offload=params with zero_stage={stage}: it needs 3'),
         (fp16 and keys['device'] == 'cpu', 'dtype=float16 on a CPU: use --dtype=bfloat16'),

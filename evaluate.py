@@ -145,7 +145,7 @@ with torch.device('meta'):
     else:
         raw_model = GPT(model_config, compute_dtype)
 if config.shard != 'none':  # as in train_fsdp.py
-    finetune.refuse_scalars(raw_model)
+    fsdp.refuse_scalars(raw_model)
     mesh = make_mesh({'shard': world_size}, device, config.timeout_s)
 if config.shard == 'manual':
     model = fsdp_manual.shard(raw_model, raw_model.blocks, mesh, compute_dtype)

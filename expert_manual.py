@@ -49,7 +49,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from layout import Share, Slice
-from model import GPT, SAVED_OPS, Experts, ModelConfig, TakeRows
+from model import SAVED_OPS, Experts, ModelConfig, TakeRows
+from system import collectives
 
 # --- the split --------------------------------------------------------------------------------------------------------
 
@@ -165,8 +166,6 @@ def rows_by_rank(counts, arriving, rows):
 
 SAVED_OPS += ['expert_manual.send_rows.default', 'expert_manual.send_counts.default']
 
-begun = 0  # exchanges of this process; when ranks hang in one layer, the others wait for those that have begun fewer
-
 
 @torch.library.custom_op('expert_manual::send_rows', mutates_args=())
 def send_rows(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
@@ -174,8 +173,7 @@ def send_rows(rows: Tensor, sent: list[int], received: list[int], group: str) ->
 
     sent, received: how many rows go to each rank and come from it; 0 is fine. Backward sends the gradients back.
     """
-    global begun
-    begun += 1
+    collectives.begun += 1
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=_resolve_process_group(group))
     return arrived
@@ -184,8 +182,7 @@ def send_rows(rows: Tensor, sent: list[int], received: list[int], group: str) ->
 @torch.library.custom_op('expert_manual::send_counts', mutates_args=())
 def send_counts(counts: Tensor, group: str) -> Tensor:
     """Send row i of counts (t, n), integers, to rank i; row i of what is returned comes from rank i. Collective."""
-    global begun
-    begun += 1
+    collectives.begun += 1
     arrived = torch.empty_like(counts)
     dist.all_to_all_single(arrived, counts.contiguous(), group=_resolve_process_group(group))
     return arrived
@@ -210,77 +207,3 @@ def way_back(ctx, gradient):
 
 
 send_rows.register_autograd(way_back, setup_context=keep_sizes)
-
-
-# --- balance ----------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def balance_experts(model, skip=False, group=None):
-    """
-    After a step, sum over the ranks how many tokens each expert had, for all layers at once. The sums become the
-    routers' load and move their biases. Collective; does nothing in a model without experts.
-
-    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes); load and bias then stay, too.
-    group: the ranks that train together, if these are not all ranks.
-
-    bias += router_bias * sign(k/E - load), minus the mean over experts, so that an expert with few tokens is chosen
-    more easily. There is no loss that would pull the router away from what the model is trained for (DeepSeek: arXiv
-    2408.15664).
-    """
-    routers = model.routers
-    if not routers:
-        return
-    seen = torch.stack([router.seen for router in routers])  # (L, E+1)
-    dist.all_reduce(seen, group=group)
-    for router, counts in zip(routers, seen, strict=True):
-        router.seen_by_all = counts  # for router_metrics()
-    torch._foreach_zero_([router.seen for router in routers])
-    if skip is True:
-        return
-    before, uniform = torch.stack([router.load for router in routers]), routers[0].k / routers[0].n_experts
-    load = uniform * (seen[:, :-1] / seen[:, :-1].mean(1, keepdim=True)).float()  # (L, E)
-    counts = load.isfinite()  # false in a step without any token
-    if isinstance(skip, torch.Tensor):
-        counts = counts & (skip == 0)
-    load = torch.where(counts, load, before)
-    torch._foreach_copy_([router.load for router in routers], load.unbind())
-    if routers[0].bias is not None:
-        bias = torch.stack([router.bias for router in routers])
-        bias += routers[0].bias_rate * (uniform - load).sign() * counts
-        bias -= bias.mean(1, keepdim=True)  # only differences matter
-        torch._foreach_copy_([router.bias for router in routers], bias.unbind())
-
-
-def router_metrics(model):
-    """
-    How the routers divided the last step's global batch: {name: number} for a row of the log, {} without experts. Waits
-    for the device.
-
-    router/violation       tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
-    router/dead            share of the experts with less than a hundredth of the mean
-    router/entropy         of the routers' probabilities, over ln E: 1 is undecided, 0 certain
-    router/fullest_rank    where ranks divide the experts: tokens of the fullest rank over the mean, less 1. First the
-                           micro-steps, and the groups of such ranks, are added up; in a single one it may be more
-    Each is the mean over the layers, and router/worst_... is the value of the worst layer. Lists show which one it is:
-    router/violation_of_layers, router/dead_of_layers    for each layer, from the first to the last
-    router/load_of_worst_layer    in the layer with the largest violation: tokens of each expert over the mean
-    """
-    if not model.routers or model.routers[0].seen_by_all is None:
-        return {}
-    # The host waits here. With so few numbers a CPU is quicker than a GPU.
-    seen = torch.stack([router.seen_by_all for router in model.routers]).cpu()
-    counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
-    load = counts / counts.mean(1, keepdim=True)  # (L, E)
-    tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
-    of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
-    of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
-    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices if isinstance(model, GPT) else experts
-    if on_a_rank < experts:  # each rank holds equally many consecutive ones
-        of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
-    row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}
-    for name, values in of_layers.items():
-        row[f'router/worst_{name}'] = (values.amin() if name == 'entropy' else values.amax()).item()
-    lists = {f'{name}_of_layers': of_layers[name] for name in ('violation', 'dead')}
-    lists['load_of_worst_layer'] = load[of_layers['violation'].argmax()]
-    return row | {f'router/{name}': [round(value, 4) for value in values.tolist()] for name, values in lists.items()}

@@ -174,8 +174,6 @@ def check(config, layout, model):
     """
     given, or_without = 'matmul_dtype=float8', 'or leave matmul_dtype out'
     on_cuda = config['device'].startswith('cuda')
-    if layout.strategy == 'deepspeed':
-        raise ValueError(f'{given}: DeepSpeed has weights of its own: train with train_fsdp.py, {or_without}')
     if config['dtype'] == 'float16':
         raise ValueError(f'{given} with dtype=float16: use --dtype=bfloat16, {or_without}')
     if config.get('lora_rank'):

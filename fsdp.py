@@ -29,6 +29,7 @@ def shard(model, mesh, run, experts=(), their_mesh=None):
     experts: modules inside of the blocks that are units of their own, sharded over the ranks of their_mesh, which hold
     the same ones (expert_manual.py).
     """
+    refuse_scalars(model)
     config, blocks, size = run.config, model.blocks, run.config.blocks_per_unit
     units = [[*blocks[first : first + size]] for first in range(0, len(blocks), size)]
     options = {'compute_dtype': run.compute_dtype, 'zero_stage': config.zero_stage}
@@ -36,6 +37,15 @@ def shard(model, mesh, run, experts=(), their_mesh=None):
     if config.fsdp_impl == 'manual':
         return fsdp_manual.shard(model, units, mesh, prefetch=config.prefetch, **options)
     return by_torch(model, units, mesh, **options)
+
+
+def refuse_scalars(model):
+    """Raise ValueError if the model has a parameter without dimensions, as a model's own code may have: there are no
+    rows to divide among ranks."""
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        advice = 'train it with train_ddp.py, evaluate it with --shard=none'
+        raise ValueError(f'parameter {scalars[0]} has no dimensions, so it cannot be sharded: {advice}')
 
 
 def by_torch(

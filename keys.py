@@ -20,7 +20,7 @@ no tags of its own:
 This file imports the standard library only, and little of it, because configurator.py reads it before `--help` answers.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 
 class Keys:
@@ -187,6 +187,9 @@ class OuterKeys:
     plan = False  # measure steps and link, print what other inner_steps and exchange_dtypes would cost, and train
 
 
+# The choices of two keys, which optim.py implements.
+OPTIMIZERS, SCHEDULES = (get_args(Keys.__annotations__[key]) for key in ('optimizer', 'lr_schedule'))
+
 # {names that other trainers give a key: the key here}. docs/configuration.md has the same table.
 OTHER_TRAINERS = {
     'micro_batch_size per_device_train_batch_size': 'batch_size (sequences per rank and micro-step)',
@@ -199,7 +202,7 @@ OTHER_TRAINERS = {
     'min_learning_rate': 'min_lr',
     'warmup_steps warmup warmup_ratio num_warmup_steps': 'warmup_iters, in steps',
     'decay_steps': 'lr_decay_iters',
-    'lr_scheduler lr_scheduler_type': 'lr_schedule (cosine, cos_inf, wsd, linear, constant)',
+    'lr_scheduler lr_scheduler_type': f'lr_schedule ({", ".join(SCHEDULES)})',
     'mup mup_width_multiplier depth_multiplier': 'parametrization (mup, completep), base_width, base_depth',
     'clip max_grad_norm clip_grad_norm': 'grad_clip',
     'float8 fp8': 'matmul_dtype=float8',

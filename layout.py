@@ -127,14 +127,15 @@ def choose_sizes(config, strategy, ranks, ranks_per_node):
     Give a value to those keys of the layout that are None: one stage for each rank of a matrix's, one replica per node,
     and a global batch of one micro-step; in a pipeline of one for each stage, which fills it just once.
     """
-    if strategy == 'pipeline' and config.pipeline_stages is None:
+    keys = vars(config)
+    if keys.get('pipeline_stages', 1) is None:
         config.pipeline_stages = max(1, ranks // config.tensor_parallel)
-    if strategy == 'diloco' and config.num_replicas is None:
+    if keys.get('num_replicas', 1) is None:
         if ranks % ranks_per_node:
             raise ValueError(f'{ranks} ranks on nodes of {ranks_per_node}: start equally many on every node')
         config.num_replicas = ranks // ranks_per_node
     if config.global_batch_size is None:
-        layout = Layout.of({**vars(config), 'global_batch_size': 0}, strategy, ranks)
+        layout = Layout.of({**keys, 'global_batch_size': 0}, strategy, ranks)
         config.global_batch_size = config.batch_size * layout.reading * layout.stage
 
 

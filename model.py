@@ -76,7 +76,7 @@ class ModelConfig:
     expert_hidden_dim: int | None = None
     router_aux: float = 0.001  # see Router.loss_sum()
     router_z: float = 0.0
-    router_bias: float = 0.0  # see expert_manual.balance_experts()
+    router_bias: float = 0.0  # see optim.balance_experts()
     vocab_size: int | None = None
     block_size: int = 1024
     dropout: float = 0.0
@@ -555,8 +555,7 @@ class Balance(nn.Module):
     Left alone, training sends more and more tokens to a few experts, which learn from them and so are chosen again,
     while other experts die. The usual remedy is the loss in loss_sum(); another one is `bias`. Both depend on `load`
     (E), a buffer that is saved in checkpoints: how many of a token's k choices went to each expert in the step before,
-    on average over the global batch, so that the loads sum to k. balance_experts() in expert_manual.py updates it
-    once a step.
+    on average over the global batch, so that the loads sum to k. optim.balance_experts() updates it once a step.
     """
 
     def __init__(self, n_experts, k, aux, z, bias_rate=0.0):
@@ -957,6 +956,12 @@ class Head(Linear):
         """Logits (..., vocab_size) of hidden states (..., C)."""
         return softcapped(linear(h, self.whole())[..., : self.vocab_size], self.cap)
 
+    def by_rows(self, dtype):
+        """A function from rows of hidden states (n, C) in this dtype to their logits (n, vocab_size). The weight is
+        gathered and cast once, however often it is called."""
+        weight = self.whole()[: self.vocab_size].to(dtype)
+        return lambda rows: softcapped(rows @ weight.T, self.cap)
+
     def loss(self, h, y, cross_entropy):
         """(loss_sum, ce_sum) of hidden states (B, T, C) for targets (B, T). cross_entropy: for ChunkedCrossEntropy."""
         options = self.vocab_size, self.z_loss, torch.is_grad_enabled(), partial(cross_entropy, cap=self.cap)
@@ -1017,8 +1022,7 @@ class GPT(nn.Module):
         """
         h, routings = self.hidden(x, starts, attention, cache)
         if then is not None:
-            head, cap = self.head.whole()[: self.config.vocab_size].to(h.dtype), self.config.logit_softcap
-            return then(h, lambda rows: softcapped(rows @ head.T, cap))
+            return then(h, self.head.by_rows(h.dtype))
         return self.head(h) if y is None else self.loss(h, y, routings)
 
     def hidden(self, x, starts=None, attention=None, cache=None):

@@ -1,5 +1,5 @@
 """
-Optimizers and learning-rate schedules.
+Optimizers and learning-rate schedules, the norm of the gradients, and the balance of a mixture's experts.
 
     optimizer = make_optimizer(model, 'adamw', learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
     learning_rate = learning_rate_at(step, config)
@@ -31,12 +31,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import moments
-from keys import DANA
+from keys import DANA, OPTIMIZERS, SCHEDULES
 from layout import FP32, WHOLE
 from model import GPT, Attention, ExpertLinear
 from moments import in_parts, local
 
-SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
 MUON_MOMENTUM = 0.95
@@ -336,7 +335,6 @@ UPDATES = {
 }
 # How many numbers each optimizer keeps for one of a parameter; Muon one less for the matrices that it trains itself.
 MOMENTS = {name: len(update.moments) for name, update in UPDATES.items()} | {'muon': 2, 'sgd': 0}
-OPTIMIZERS = tuple(MOMENTS)
 
 
 class Elementwise(torch.optim.Optimizer):
@@ -972,3 +970,43 @@ def clip_grad_norm_(parameters, max_norm, *norm_groups, optimizer=None):
     elif max_norm < math.inf:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def balance_experts(model, skip=False, group=None):
+    """
+    After a step, sum over the ranks how many tokens each expert had, for all layers at once. The sums become the
+    routers' load and move their biases. Collective; does nothing in a model without experts.
+
+    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes); load and bias then stay, too.
+    group: the ranks that train together, if these are not all ranks.
+
+    bias += router_bias * sign(k/E - load), minus the mean over experts, so that an expert with few tokens is chosen
+    more easily. There is no loss that would pull the router away from what the model is trained for (DeepSeek: arXiv
+    2408.15664).
+    """
+    routers = model.routers
+    if not routers:
+        return
+    seen = torch.stack([router.seen for router in routers])  # (L, E+1)
+    dist.all_reduce(seen, group=group)
+    for router, counts in zip(routers, seen, strict=True):
+        router.seen_by_all = counts  # for meter.router_metrics()
+    torch._foreach_zero_([router.seen for router in routers])
+    if skip is True:
+        return
+    before, uniform = torch.stack([router.load for router in routers]), routers[0].k / routers[0].n_experts
+    load = uniform * (seen[:, :-1] / seen[:, :-1].mean(1, keepdim=True)).float()  # (L, E)
+    counts = load.isfinite()  # false in a step without any token
+    if isinstance(skip, torch.Tensor):
+        counts = counts & (skip == 0)
+    load = torch.where(counts, load, before)
+    torch._foreach_copy_([router.load for router in routers], load.unbind())
+    if routers[0].bias is not None:
+        bias = torch.stack([router.bias for router in routers])
+        bias += routers[0].bias_rate * (uniform - load).sign() * counts
+        bias -= bias.mean(1, keepdim=True)  # only differences matter
+        torch._foreach_copy_([router.bias for router in routers], bias.unbind())

@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import data
 import optim
-from expert_manual import balance_experts
 from runtime.begin import begin, make_model, order_buckets
 from runtime.first_weights import initialise
 from runtime.watch import Watch
@@ -112,7 +111,7 @@ while step < config.max_iters and not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
-    balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
+    optim.balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

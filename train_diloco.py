@@ -44,7 +44,6 @@ import expert_manual
 import fsdp
 import optim
 from exchange import diloco_check
-from expert_manual import balance_experts
 from layout import Ranks
 from model import is_load
 from runtime import checkpoint, health
@@ -204,7 +203,7 @@ while step < config.max_iters and not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
-    balance_experts(raw_model, skip, mesh.get_group())  # mixtures of experts only; each replica by its own load
+    optim.balance_experts(raw_model, skip, mesh.get_group())  # mixtures of experts only; each replica by its own load
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

@@ -42,7 +42,6 @@ import expert_manual
 import fsdp
 import optim
 import tensor_manual
-from expert_manual import balance_experts
 from layout import Ranks, without
 from runtime import health
 from runtime.begin import begin, make_model
@@ -141,7 +140,7 @@ while step < config.max_iters and not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
-    balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
+    optim.balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

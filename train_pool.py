@@ -42,7 +42,6 @@ import diloco
 import fsdp
 import optim
 from exchange import diloco_check
-from expert_manual import balance_experts
 from layout import make_mesh
 from pool.replica import Replica, number_of_replicas
 from pool.round_costs import StoreRoundCosts
@@ -201,7 +200,7 @@ while not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
-    balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
+    optim.balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

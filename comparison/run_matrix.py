@@ -24,7 +24,7 @@ SCRIPTS |= {
     'pipeline': 'train_pipeline.py',
 }
 STAGES = {'fsdp': (2, 3), 'fsdp_manual': (1, 2, 3), 'parallel': (2, 3), 'deepspeed': (1, 2, 3)}
-IMPLEMENTATIONS = {'fsdp': 'torch', 'fsdp_manual': 'manual'}
+IMPLEMENTATIONS = {'fsdp': {'fsdp_impl': 'torch'}, 'fsdp_manual': {'fsdp_impl': 'manual'}}
 
 # The model if neither a file nor the command line names one. A run of it takes some 10 seconds on 2 cores: 4 layers of
 # width 128 = 0.8M parameters, and 2 x 2048 x 128 for the vocabulary. In fp32, so that agreement can be seen.
@@ -56,7 +56,7 @@ def expand(config, train_keys, explicit=()):
     for label, variant in config.variants.items():
         given = {key: value for key, value in variant.items() if key not in ('strategy', 'nproc')}
         strategy = variant.get('strategy', (config.strategies or ['ddp'])[0])
-        runs.append((label, strategy, 1 if strategy == 'single' else variant.get('nproc', config.nproc[0]), given))
+        runs.append((label, strategy, ranks_of(strategy, variant.get('nproc', config.nproc[0])), given))
     others = [run for run in runs if run[1] != 'deepspeed']
     if len(others) < len(runs) and not config.write_only and importlib.util.find_spec('deepspeed') is None:
         notes.append('deepspeed is left out: not installed (pip install -r requirements-deepspeed.txt)')
@@ -80,6 +80,10 @@ def expand(config, train_keys, explicit=()):
     if unused := sorted(set(train_keys) - used):
         notes.append(f'not a key of any of these runs: {", ".join(unused)}')
     return {'baseline': choose_baseline(config, labels, labels[0]), 'runs': entries}, notes
+
+
+def ranks_of(strategy, nproc):
+    return 1 if strategy == 'single' else nproc
 
 
 def choose_baseline(config, labels, default):
@@ -115,7 +119,7 @@ def check(config):
 def axes(strategy, config):
     """[(ranks, keys, label)] of a strategy for all combinations of its axes; labels name axes with several values."""
     points = {  # key: (its name in a label, values)
-        'nproc': ('{}ranks', [1] if strategy == 'single' else config.nproc),
+        'nproc': ('{}ranks', [ranks_of(strategy, nproc) for nproc in config.nproc]),
         'accumulation': ('{}micro', config.accumulations),
         'zero_stage': ('zero{}', config.zero_stages if strategy in STAGES else []),
         'inner_steps': ('H{}', config.inner_steps if strategy == 'diloco' else []),
@@ -156,11 +160,8 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
         keys.setdefault('vocab_size', 2048)  # of stdlib-bpe2048
     if keys['dataset'] == 'synthetic':  # random tokens are one source, without documents
         keys |= {key: value for key, value in (('dataset_stages', ()), ('windows', 'stream')) if key in keys}
-    keys |= given
-    if strategy in IMPLEMENTATIONS:
-        keys['fsdp_impl'] = IMPLEMENTATIONS[strategy]
-    if strategy == 'diloco':
-        keys.setdefault('num_replicas', ranks)  # one per rank; the default, one per node, would be one here
+    keys |= given | IMPLEMENTATIONS.get(strategy, {})
+    keys.setdefault('num_replicas', ranks)  # DiLoCo: one per rank; the default, one per node, would be one here
     if config.resume_check and keys.get('max_iters', 0) < 2:
         raise ValueError('resume_check stops half-way: expected --max_iters=2 or more')
     if config.resume_check:  # rounded up: 2 of them; permanent, so that one saved at an interruption pushes none out

@@ -44,8 +44,8 @@ def groups_of(config, train_keys, explicit):
     rates = config.sweep.get('learning_rate', [])
     if not all(isinstance(rate, float | int) and rate > 0 for rate in rates):
         raise ValueError(f'sweep: learning_rate={rates}: expected numbers above 0, as in [1e-3, 2e-3, 4e-3]')
-    (strategy,), (ranks,) = config.strategies, config.nproc
-    ranks = 1 if strategy == 'single' else ranks
+    (strategy,), (nproc,) = config.strategies, config.nproc
+    ranks = run_matrix.ranks_of(strategy, nproc)
     axes = [[(key, value) for value in values] for key, values in config.sweep.items() if key != 'learning_rate']
     found = []
     for size, recipe, *chosen in itertools.product(config.sizes or {'': {}}, config.recipes or {'': {}}, *axes):

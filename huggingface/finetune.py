@@ -391,15 +391,6 @@ def refuse_adapter(folder):
         raise ValueError(f'{folder} is an adapter of peft for the model {base}: merge the two, {merge}')
 
 
-def refuse_scalars(model):
-    """Raise ValueError if the model has a parameter without dimensions, as a model's own code may have: there are no
-    rows to divide among ranks."""
-    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        advice = 'train it with train_ddp.py, evaluate it with --shard=none'
-        raise ValueError(f'parameter {scalars[0]} has no dimensions, so it cannot be sharded: {advice}')
-
-
 def has_uneven_experts(model):
     """Whether a mixture's experts have sizes that torch's grouped_mm does not accept, with which transformers computes
     all experts at once: rows must be multiples of 16 bytes, which are 8 numbers in half precision."""
@@ -619,7 +610,7 @@ def find_routers(model):
 def balance_routers(model, pretrained):
     """
     Let the routers of a mixture add to the loss what those of model.GPT add, and count their tokens for
-    expert_manual.balance_experts(). Each gets a Balance in its block, whose load is saved in checkpoints.
+    optim.balance_experts(). Each gets a Balance in its block, whose load is saved in checkpoints.
 
     What a router says leaves the block as a second output, as in model.Block. A block that is computed twice, with
     activation checkpointing, is still counted once, and it remains a single graph for torch.compile.

@@ -86,9 +86,10 @@ def micro_step(config, strategy):
     one = {**config, 'n_layer': n_layer}
     if 'expert_parallel' in one:  # with balanced routers as many rows arrive as with more ranks
         one['expert_parallel'] = min(2, one['expert_parallel'])
-    key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
+    is_sharded = strategy != 'ddp'  # or computes with a copy of the weights in the compute dtype, as a pipeline does
+    key = is_sharded, repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
     if key not in known_steps:
-        known_steps[key] = step_of(lambda device: make_part(one, device)[0], one, strategy != 'ddp')
+        known_steps[key] = step_of(lambda device: make_part(one, device)[0], one, is_sharded)
     step, more = known_steps[key], config['n_layer'] - n_layer
     if step == NOT_KNOWN:
         return step

@@ -151,7 +151,7 @@ def name_of(row):
     keys = row['keys']
     parts = {'replicate_size': 'hsdp', 'tensor_parallel': 'tp', 'context_parallel': 'cp', 'pipeline_stages': 'pp'}
     parts |= {'pipeline_chunks': 'chunks', 'num_replicas': 'diloco', 'expert_parallel': 'ep'}
-    words = ['ddp'] if row['strategy'] == 'ddp' else []
-    words += [f'fsdp{keys["zero_stage"]}'] if row['strategy'] == 'fsdp' else []
+    words = [f'fsdp{keys["zero_stage"]}'] if 'zero_stage' in keys else []
     words += ['manual'] if keys.get('fsdp_impl') == 'manual' else []
-    return ' '.join([*words, *(f'{short}{keys[key]}' for key, short in parts.items() if keys.get(key, 1) > 1)])
+    words += [f'{short}{keys[key]}' for key, short in parts.items() if keys.get(key, 1) > 1]
+    return ' '.join(words) or 'ddp'

@@ -143,8 +143,8 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     that share experts holds only some of them, which it shards with the ranks of the copy that hold the same ones;
     "whole" then means these experts. Activations are those of balanced routers, see activations.py.
 
-    model: empty_model(config). strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage).
-    Raises ValueError if the ranks do not divide.
+    model: empty_model(config). strategy: as in Layout; the rank of a pipeline is on its fullest stage. Raises
+    ValueError if the ranks do not divide.
     Not counted are fragments of the allocator, CUDA's context (0.5 GB) and NCCL's buffers. Compiled blocks are counted
     as such on a GPU, else eager mode is assumed. The tests measure on the CPU, follow a step as on CUDA without a GPU,
     and hold the peaks that an H100 measured.

@@ -33,7 +33,7 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     saved = counts['trainable' if config.get('lora_rank') else 'total']  # LoRA saves only what it trains
     moments = moments_of(model, config['optimizer']).items()
     checkpoint = FP32 * (saved + sum(number * parameter.numel() for parameter, number in moments))
-    if strategy == 'diloco':  # within a round each replica has its own parameters
+    if layout.is_diloco:  # within a round each replica has its own parameters
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
     names = ['n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size']
@@ -53,21 +53,17 @@ def dry_run(config, shape, world_size, strategy='ddp'):
         experts['at most (all for one rank)'] = f'{sharing * rows:,}'
         lines += section(f'experts (expert_parallel={sharing}; memory and bytes below: balanced routers)', experts)
 
-    if strategy == 'pipeline':
-        memory = columns([parts | totals(parts) for parts in parts_by_stage])
-    else:
-        (parts,) = parts_by_stage
-        memory = {part: f'{size / 1e9:.3f}' for part, size in parts.items()}
-        if 'activations' not in parts:
-            memory['activations'] = 'not known: this model does not run without data'
-        memory |= {part: f'{size / 1e9:.3f}' for part, size in totals(parts).items()}
+    memory = columns(parts_by_stage)
+    if 'activations' not in memory:
+        memory['activations'] = 'not known: this model does not run without data'
+    memory |= columns([totals(parts) for parts in parts_by_stage])
     dtypes = config['dtype'] + (f' and {config["matmul_dtype"]}' if config.get('matmul_dtype') else '')
     blocks = 'compiled' if ranks[0].activations.is_compiled else 'uncompiled'
     device = config['device'].partition(':')[0]
     run_in_words = f'{strategy}, {counted(world_size, "rank")}, {dtypes}, device={device}, {blocks}'
     lines += section(f'memory per rank at the peak of a step, in GB ({run_in_words})', memory)
     sent_by_stage = [sent(plan) for plan in ranks]
-    if strategy == 'pipeline':
+    if layout.stage > 1:
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', columns(sent_by_stage))
 
     lines += ['', 'batch', f'  {layout.batch_line(config["batch_size"], config["block_size"])}']
@@ -135,13 +131,18 @@ def out_of_memory_advice(config, world_size, strategy):
         f'lower block_size={config["block_size"]}': True,
     }
     has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
-    has_more_than_4_bits = config.get('lora_rank') and config.get('frozen_dtype') != 'nf4' and strategy != 'deepspeed'
+    has_more_than_4_bits = config.get('lora_rank') and config.get('frozen_dtype') != 'nf4'
     has_fp32_moments = config['optimizer'] in UPDATES and config.get('optimizer_dtype', 'float32') == 'float32'
+    if strategy == 'deepspeed':  # it keeps weights and moments in dtypes of its own
+        has_more_than_4_bits = has_fp32_moments = False
     together = 1  # how many ranks could share experts: at most 8, a node, so that tokens stay within it
     is_refused = config['optimizer'] == 'muon' or config['activation_checkpointing'] == 'selective'
-    if config.get('n_experts') and strategy in ('fsdp', 'diloco') and not is_refused:
+    if config.get('n_experts') and not is_refused:
         possible = math.gcd(layout.shard, config['n_experts'])
         together = max(n for n in range(1, 9) if possible % n == 0)
+    shard_it = 'set --strategy=fsdp' if 'strategy' in config else 'use train_fsdp.py'
+    is_whole = strategy == 'ddp'
+    sharding = {} if is_whole else config  # a script with both strategies has the keys of FSDP under DDP, too
     divide = 'set' if 'expert_parallel' in config else 'use train_parallel.py'
     fewer_bits = 'bfloat16' if layout.tensor > 1 else 'int8'  # a cut would divide int8's blocks
     state_helps = {  # frozen weights have no state
@@ -149,11 +150,11 @@ def out_of_memory_advice(config, world_size, strategy):
         and sharing < together,
         'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,
         'set --lora_rank=16': has_untrained and not config['lora_rank'],
-        'use train_fsdp.py on several GPUs': strategy == 'ddp',
-        'set --zero_stage=3': config.get('zero_stage', 3) != 3,
-        'set --accumulate=sharded': config.get('accumulate', 'sharded') != 'sharded',
-        f'set --optimizer_dtype={fewer_bits}': largest == 'optimizer' and has_fp32_moments and strategy != 'deepspeed',
-        'set --cpu_offload=params': config.get('cpu_offload') == 'none',
+        f'{shard_it} on several GPUs': is_whole,
+        'set --zero_stage=3': sharding.get('zero_stage', 3) != 3,
+        'set --accumulate=sharded': sharding.get('accumulate', 'sharded') != 'sharded',
+        f'set --optimizer_dtype={fewer_bits}': largest == 'optimizer' and has_fp32_moments,
+        'set --cpu_offload=params': sharding.get('cpu_offload') == 'none',
     }
     helps = batch_helps | state_helps if largest in ('activations', 'logits') else state_helps | batch_helps
     return f'{need}: ' + ', or '.join(key for key, is_left in helps.items() if is_left)

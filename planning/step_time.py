@@ -283,20 +283,16 @@ def step(config, strategy, cluster):
 
     # Ranks are numbered with tensor fastest, then context, then data (both are shards of FSDP), then stages.
     sent, held = traffic.sent(plan), held_by_rank(plan.weights)
-    if strategy in ('ddp', 'pipeline'):
-        sharing = ring(cluster, ranks, tensor)
-        buckets = 1 if ranks > 1 else 0
-        if strategy == 'ddp' and sent['all-reduce']:
-            buckets = math.ceil(FP32 * held / DDP_BUCKET)
-        else:  # after the last backward, block by block
-            buckets *= layers + 1
-        wire = 2 * buckets * sharing.latency + sent['all-reduce'] / sharing.bandwidth
-        if strategy == 'ddp':  # the last bucket is sent after backward
-            last = wire / max(1, buckets)
-            size = sent['all-reduce'] * (wire - last) / wire if wire else 0.0
-            exposed = last + beside(wire - last, layers * backward, size, cluster)
-        else:
-            exposed = wire
+    copies, has_copies = ring(cluster, ranks, tensor), ranks > 1
+    if strategy == 'ddp':
+        buckets = has_copies * math.ceil(FP32 * held / DDP_BUCKET)
+        wire = 2 * buckets * copies.latency + sent['all-reduce'] / copies.bandwidth
+        last = wire / max(1, buckets)  # the last bucket is sent after backward
+        size = sent['all-reduce'] * (wire - last) / wire if wire else 0.0
+        exposed = last + beside(wire - last, layers * backward, size, cluster)
+    elif strategy == 'pipeline':  # after the last backward, block by block
+        buckets = has_copies * (layers + 1)
+        exposed = 2 * buckets * copies.latency + sent['all-reduce'] / copies.bandwidth
     else:
         exposed = waits_of_fsdp(plan, model, sent, cluster, tensor, (forward, backward))
 

@@ -96,7 +96,7 @@ class Run:
                 from planning import report
 
                 print(*self.notes, sep='\n')
-                print(report.dry_run(vars(config), self.shape.to_dict(), self.layout.ranks, planned_as(self.strategy)))
+                print(report.dry_run(vars(config), self.shape.to_dict(), self.layout.ranks, self.strategy))
             sys.exit()
         frozen = f' ({config.frozen_dtype} where they are not trained)' if config.frozen_dtype else ''
         self.notes.append(
@@ -145,7 +145,7 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
     def advice():
         from planning import report
 
-        line = report.out_of_memory_advice(vars(config), ranks or run.world_size, planned_as(strategy))
+        line = report.out_of_memory_advice(vars(config), ranks or run.world_size, strategy)
         return f'{line}; {meter.write_allocations(config.out_dir, run.rank)}' if run.traces_memory else line
 
     errors.report_errors(advice)
@@ -191,11 +191,6 @@ def start_process(config):
     if config.compile is None:
         config.compile = device.type == 'cuda'
     return rank, world_size, device, compute_dtype
-
-
-def planned_as(strategy):
-    """The strategy that the planner should assume: a job in a pool holds and sends what a DiLoCo replica does."""
-    return 'diloco' if strategy == 'pool' else strategy
 
 
 def open_data(run):
@@ -330,9 +325,7 @@ def transformers_model(run):
 
     model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
     run.notes += finetune.cautions(model, run.pretrained)
-    if run.strategy in ('fsdp', 'diloco', 'pool'):
-        finetune.refuse_scalars(model)
-    elif run.strategy == 'ddp':
+    if run.strategy == 'ddp':
         lora.compute_from_stored(model)
     if run.base is not None:
         run.share.of_base = lora.names_of_base(model)

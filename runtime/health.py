@@ -25,6 +25,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from system import collectives
 from system.processes import ranks_in_words
 from system.stopping import note_error
 
@@ -205,14 +206,14 @@ class Watchdog:
     none has, the others are waiting for the rank with the lowest count, so every rank prints which rank that is, and
     exits. A single process is not watched, since no other rank waits for it.
 
-    exchanges(): returns how many exchanges this rank has begun so far. They count as well, because ranks that wait for
-    each other within one phase would otherwise have equal counts.
+    Exchanges within a phase, which are in collectives.begun, count as well, because ranks that wait for each other in
+    one phase would otherwise have equal counts.
     """
 
-    def __init__(self, out_dir, timeout_s, exchanges=lambda: 0):
+    def __init__(self, out_dir, timeout_s):
         self.rank, self.world_size, self.out_dir = dist.get_rank(), dist.get_world_size(), out_dir
         self.folder, self.patience = os.path.join(out_dir, '.heartbeat'), 0.8 * timeout_s
-        self.tick, self.exchanges = timeout_s / 60, exchanges
+        self.tick = timeout_s / 60
         self.count, self.phase, self.step, self.since = 0, 'start', 0, time.monotonic()
         self.allowed, self.first_step, self.closed = self.patience, None, threading.Event()
         if self.world_size == 1:
@@ -246,7 +247,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _beat(self):
-        return {'count': self.count + self.exchanges(), 'phase': self.phase, 'step': self.step}
+        return {'count': self.count + collectives.begun, 'phase': self.phase, 'step': self.step}
 
     def _write_heartbeats(self):
         """Runs in a thread of its own, so that a hanging file system blocks this one but not _watch(), which reports

@@ -1,5 +1,6 @@
 """
-Measures what a step costs: the time of its phases, communication, memory. All strategies are measured by this code.
+Measures what a step costs: the time of its phases, communication, memory; and how busy the experts of a mixture were.
+All strategies are measured by this code.
 
 Values that cannot be measured on a machine are left out of its rows.
 """
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from model import GPT
 from runtime import PHASES, PROFILED_STEP
 from system.devices import PEAK_FLOPS
 
@@ -439,3 +441,37 @@ def device_name(device):
     model = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
     name = model[1] if model else platform.machine()
     return f'{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process'
+
+
+def router_metrics(model):
+    """
+    How the routers divided the last step's global batch: {name: number} for a row of the log, {} without experts. Waits
+    for the device.
+
+    router/violation       tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
+    router/dead            share of the experts with less than a hundredth of the mean
+    router/entropy         of the routers' probabilities, over ln E: 1 is undecided, 0 certain
+    router/fullest_rank    where ranks divide the experts: tokens of the fullest rank over the mean, less 1. First the
+                           micro-steps, and the groups of such ranks, are added up; in a single one it may be more
+    Each is the mean over the layers, and router/worst_... is the value of the worst layer. Lists show which one it is:
+    router/violation_of_layers, router/dead_of_layers    for each layer, from the first to the last
+    router/load_of_worst_layer    in the layer with the largest violation: tokens of each expert over the mean
+    """
+    if not model.routers or model.routers[0].seen_by_all is None:
+        return {}
+    # The host waits here. With so few numbers a CPU is quicker than a GPU.
+    seen = torch.stack([router.seen_by_all for router in model.routers]).cpu()
+    counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
+    load = counts / counts.mean(1, keepdim=True)  # (L, E)
+    tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
+    of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
+    of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
+    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices if isinstance(model, GPT) else experts
+    if on_a_rank < experts:  # each rank holds equally many consecutive ones
+        of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
+    row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}
+    for name, values in of_layers.items():
+        row[f'router/worst_{name}'] = (values.amin() if name == 'entropy' else values.amax()).item()
+    lists = {f'{name}_of_layers': of_layers[name] for name in ('violation', 'dead')}
+    lists['load_of_worst_layer'] = load[of_layers['violation'].argmax()]
+    return row | {f'router/{name}': [round(value, 4) for value in values.tolist()] for name, values in lists.items()}

@@ -25,12 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-import expert_manual
 from evaluation import validation
 from runtime import checkpoint, health
 from runtime.best import Best
 from runtime.log import Log, say_when_compiling_ends
-from runtime.meter import Meter
+from runtime.meter import Meter, router_metrics
 from system import collectives, processes, stopping
 
 
@@ -67,7 +66,7 @@ class Watch:
         active = f', {counts["active"]:,} for each token' if 'active' in counts else ''
         self.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained{active}; {ranks}')
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
-        self.watchdog = health.Watchdog(config.out_dir, config.timeout_s, lambda: expert_manual.begun)
+        self.watchdog = health.Watchdog(config.out_dir, config.timeout_s)
         self.first_step = step
         self.evaluating = {'part': part, 'losses': losses, 'metrics': metrics}
 
@@ -229,7 +228,7 @@ class Watch:
         row = {'loss': self.numbers.mean_loss()}
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
-        return row | self.meter.interval() | expert_manual.router_metrics(self.raw_model) | self.also_log()
+        return row | self.meter.interval() | router_metrics(self.raw_model) | self.also_log()
 
     def compare_weights(self, step, model):
         """Raise an error unless all ranks hold bit-equal weights. Failing memory or a failing GPU can show up here."""

@@ -6,6 +6,9 @@ import contextlib
 import pickle
 from datetime import timedelta
 
+# Exchanges within layers that this process has begun. expert_manual.py counts them for the watchdog: when ranks hang in
+# one layer, the others wait for those that have begun fewer.
+begun = 0
 PATIENCE_S = 7200  # for ranks that wait while others hash a checkpoint or rank 0 reads a model: TBs over NFS take hours
 
 

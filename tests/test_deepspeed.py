@@ -368,7 +368,7 @@ def test_gradients_on_the_host_are_waited_for(monkeypatch):
 
 KEYS = {'zero_stage': 2, 'optimizer': 'adamw', 'cpu_offload': 'none', 'compile': False, 'init_from': 'scratch'}
 KEYS |= {'device': 'cpu', 'dtype': 'bfloat16', 'global_batch_size': 16, 'batch_size': 2, 'grad_clip': 1.0}
-KEYS |= {'lr_schedule': 'cosine', 'optimizer_dtype': 'float32'}
+KEYS |= {'lr_schedule': 'cosine', 'optimizer_dtype': 'float32', 'matmul_dtype': None}
 
 
 @pytest.mark.parametrize(
@@ -376,6 +376,7 @@ KEYS |= {'lr_schedule': 'cosine', 'optimizer_dtype': 'float32'}
     [
         ({'optimizer': 'muon'}, 'optimizer=muon: '),
         ({'optimizer_dtype': 'int8'}, 'optimizer_dtype=int8: .* leave it out'),
+        ({'matmul_dtype': 'float8'}, 'matmul_dtype=float8: .* leave it out, or train with train_fsdp.py'),
         ({'zero_stage': 3, 'compile': True}, 'use --compile=False'),
         ({'cpu_offload': 'params'}, 'cpu_offload=params with zero_stage=2'),
         ({'dtype': 'float16'}, 'use --dtype=bfloat16'),

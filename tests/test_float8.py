@@ -389,7 +389,6 @@ def config_of(**changes):
         ({'block_size': 48, 'context_parallel': 4}, 'fsdp', '2 x 12 tokens are 24 .* --batch_size=4'),
         ({'dtype': 'float16'}, 'ddp', 'dtype=float16.* --dtype=bfloat16'),
         ({'lora_rank': 4}, 'ddp', 'lora_rank=4.* leave matmul_dtype out'),
-        ({}, 'deepspeed', 'DeepSpeed.* train_fsdp.py'),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_mends_it(changes, strategy, expected):

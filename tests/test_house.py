@@ -102,7 +102,7 @@ def test_a_plain_run_reads_nothing_that_only_others_need():
         waiting += imports(name, at_the_top=True) - found
         found.add(name)
     rooms = {name.partition('/')[0] for name in found}
-    assert not rooms & {'huggingface', 'exchange', 'pool', 'comparison', *FSDP, *LESSONS - {'expert_manual.py'}}
+    assert not rooms & {'huggingface', 'exchange', 'pool', 'comparison', *FSDP, *LESSONS}
     assert not found & {'planning/report.py', 'planning/memory.py', 'evaluation/in_run.py', 'text/sources.py'}
 
 

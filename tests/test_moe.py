@@ -21,9 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import expert_manual
 import model as model_module
 import optim
-from expert_manual import balance_experts, router_metrics
 from huggingface import convert
 from model import GPT, Experts, ModelConfig
+from optim import balance_experts
+from runtime.meter import router_metrics
 
 VOCAB_SIZE = 67  # padded to 128
 SMALL = {'arch': 'qwen3', 'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'vocab_size': VOCAB_SIZE, 'block_size': 24}

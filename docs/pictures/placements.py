@@ -133,15 +133,15 @@ def _held(strategy, keys, config, rank):
 
     # As the train scripts do it.
     model, layout = raw_model, Layout.of(keys, strategy, RANKS)
-    if strategy == 'pipeline':
+    if layout.stage > 1:
         mesh = layout.mesh(device, config.timeout_s)
         model = raw_model = pipeline_manual.Stage(
             raw_model, mesh.get_local_rank('stage'), config.pipeline_stages, 1, share
         )
-    if strategy in ('fsdp', 'diloco'):
+    if layout.shard > 1:
         mesh = layout.mesh(device, config.timeout_s)
         expert_mesh, experts = None, []
-        if strategy == 'diloco':
+        if layout.replica > 1:
             held.copy, mesh = mesh.get_local_rank('replica'), mesh['shard']
         elif layout.tensor > 1:
             tensor_manual.Split(raw_model, Ranks.of(mesh['tensor']), share)
@@ -172,7 +172,7 @@ def _held(strategy, keys, config, rank):
         held.mark('moments', name, local(moments[0]), first_of[name])
     optimizer.zero_grad(set_to_none=True)
 
-    if strategy in ('ddp', 'pipeline'):  # gradients are where weights are, and nothing is gathered
+    if layout.shard == 1:  # gradients are where weights are, and nothing is gathered
         held.own['gradients'] = held.own['weights']
         return held
     tokens = torch.zeros(1, config.block_size, dtype=torch.long)

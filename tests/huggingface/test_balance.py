@@ -13,10 +13,11 @@ from pretrained import POSITIONS, VOCABULARY, save_model, sharded, write_chats
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
-from expert_manual import balance_experts, router_metrics
 from huggingface import finetune, native
 from model import GPT
+from optim import balance_experts
 from runtime import checkpoint
+from runtime.meter import router_metrics
 
 KINDS = {'mixtral': {}, 'qwen3_moe': {'norm_topk_prob': True}, 'gpt_oss': {}}
 AUX, Z = 3.0, 0.1

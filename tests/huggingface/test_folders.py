@@ -12,6 +12,7 @@ from torch import nn
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
+import fsdp
 from huggingface import convert, finetune
 
 POINTER = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n'
@@ -133,10 +134,10 @@ def test_pointers_of_git_lfs_and_adapters_are_named_with_the_mend(folder_of):
 
 def test_a_parameter_without_dimensions_is_not_sharded(folder_of):
     _, model = loaded(folder_of('llama'))
-    finetune.refuse_scalars(model)
+    fsdp.refuse_scalars(model)
     model.blocks[0].gate = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r'layers\.0\.gate has no dimensions.*train_ddp.py.*--shard=none'):
-        finetune.refuse_scalars(model)
+        fsdp.refuse_scalars(model)
 
 
 # --- what is older than transformers 5 --------------------------------------------------------------------------------

@@ -823,6 +823,9 @@ def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most()
     )
     for keys in ({'optimizer': 'muon'}, {'optimizer_dtype': 'int8'}):
         assert 'optimizer_dtype' not in report.out_of_memory_advice(config | wide.to_dict() | keys, 1, 'ddp'), keys
+    # In a script that has both, what FSDP can do comes after the key that chooses it.
+    advice = report.out_of_memory_advice(config | wide.to_dict() | FSDP | {'strategy': 'ddp'}, 4, 'ddp')
+    assert '--strategy=fsdp on several GPUs' in advice and not re.search('train_fsdp|accumulate|cpu_offload', advice)
 
 
 def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
