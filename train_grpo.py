@@ -1,8 +1,8 @@
 """
 Train a language model by the rewards of what it writes: group relative policy optimisation (GRPO, arXiv 2402.03300).
 
-    python prepare_data.py --tasks=gsm8k                              # prompts with answers: tasks/gsm8k.jsonl
-    torchrun --nproc_per_node=4 train_grpo.py config/grpo_chat.py --init_from=models/NAME --prompts=tasks/gsm8k.jsonl
+    python prepare_data.py --tasks=gsm8k                              # word problems with their answers
+    torchrun --nproc_per_node=4 train_grpo.py config/grpo_chat.py --init_from=models/NAME
     python train_grpo.py --help                                       # every key with its default and meaning
 
 In each step the model writes several answers to each of some prompts, and a rule says which of them are right. Answers

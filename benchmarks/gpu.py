@@ -66,7 +66,7 @@ LOW_PRECISION = {
 }
 TIMED = dict(max_iters=30, log_interval=10, warmup_iters=5, trace_step=28)
 NUMBERS = ('step', 'loss', 'tokens_per_sec', 'mfu', 'time/total', 'time/update', 'mem/peak_gb', 'mem/reserved_gb')
-NUMBERS += ('router/violation',)
+NUMBERS += ('router/violation', 'reward', 'time/rollout')
 
 # name; command: of python, or None if it cannot be run here; seconds: what it took on an H100, or a guess. read(text,
 # output): what is found in the output, as a text and as [(second, line)]; or why it cannot be run. environment: more
@@ -108,7 +108,7 @@ class Bench:
         def read(text, output):
             rows = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
             profiled = keys.get('trace_step', math.inf) - 1  # the first of the two steps in the trace
-            last = [row for row in rows if 'tokens_per_sec' in row and row['step'] < profiled][-1]
+            last = [row for row in rows if 'time/total' in row and row['step'] < profiled][-1]
             found = {key.removeprefix('time/').removeprefix('mem/'): last[key] for key in NUMBERS if key in last}
             found |= {'losses': [row['loss'] for row in rows if 'loss' in row]}
             found |= {'beside': beside} if beside else {}
@@ -435,6 +435,18 @@ def pretrained(bench):
         beside = (f'hf-{beside}', ROUNDING if more['dtype'] == 'float32' else BF16) if beside else None
         script = f'{script} config/sft_chat.py'
         checks.append(bench.train(f'hf {name}', script, keys | more, 30, logs, 'tiny llama', beside=beside))
+    pairs = fp32 | dict(dataset='pairs', num_epochs=None)
+    of_answers = pairs | dict(dataset=None, global_batch_size=None, prompts=bench.runs / 'tiny-llama/prompts.jsonl')
+    of_answers |= dict(prompts_per_step=8, num_generations=4, eval_interval=None)
+    runs = {
+        'cpu dpo': ('train_dpo.py', pairs | on_cpu, None),
+        'dpo': ('train_dpo.py', pairs, 'cpu-dpo'),
+        'grpo': ('train_grpo.py', of_answers, None),  # a GPU's rounding may let another token be drawn than a CPU's
+        'bf16 grpo': ('train_grpo.py', of_answers | bf16 | {'strategy': 'fsdp'}, None),
+    }
+    for name, (script, more, beside) in runs.items():
+        beside = (f'hf-{beside}', ROUNDING) if beside else None
+        checks.append(bench.train(f'hf {name}', script, keys | more, 30, None, 'tiny llama', beside=beside))
     return checks
 
 

@@ -394,8 +394,8 @@ def one_of_four_ranks(torch, device, arguments):
 
 
 def tiny_llama(torch, device, arguments):
-    """Save a tiny Llama of transformers and a tokenizer of bytes with a chat template, and let prepare_data.py make a
-    dataset of 300 conversations."""
+    """Save a tiny Llama of transformers and a tokenizer of bytes with a chat template, have prepare_data.py make datasets
+    of 300 conversations and of 300 pairs of answers, and write prompts that noise sometimes answers right."""
     import transformers
 
     from huggingface import convert
@@ -420,10 +420,20 @@ def tiny_llama(torch, device, arguments):
         turns = [(f'What is {turn} times {number}?', f'{turn * number}.') for turn in range(1 + number % 3)]
         roles = [zip(('user', 'assistant'), turn, strict=True) for turn in turns]
         chats.append({'messages': [{'role': role, 'content': text} for turn in roles for role, text in turn]})
-    rows = folder / 'chats.jsonl'
-    rows.write_text(''.join(json.dumps(chat) + '\n' for chat in chats))
-    data = f'--dataset={rows} --tokenizer={folder} --name=chats --data_dir={Path(arguments.out) / "data"} --num_proc=1'
-    subprocess.run([sys.executable, REPO / 'prepare_data.py', *data.split()], check=True)
+    questions = [f'What is 2 times {number}?' for number in range(300)]
+    pairs = [
+        {'prompt': question, 'chosen': f'{2 * number}.', 'rejected': f'{2 * number + 1}, I think.'}
+        for number, question in enumerate(questions)
+    ]
+    task = {'answer': [*'abcdefghijklmnopqrst'], 'rule': 'contains', 'stop': [*'ABCDEFGHIJKLMNOPQRST']}
+    prompts = [{'prompt': question, **task, 'max_new_tokens': 12} for question in questions]
+    for name, rows in {'chats': chats, 'pairs': pairs, 'prompts': prompts}.items():
+        path = folder / f'{name}.jsonl'
+        path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+        data = f'--dataset={path} --tokenizer={folder} --name={name} --data_dir={Path(arguments.out) / "data"}'
+        if name != 'prompts':
+            command = [sys.executable, REPO / 'prepare_data.py', *data.split(), '--num_proc=1']
+            subprocess.run([*command, *(['--pairs'] if name == 'pairs' else [])], check=True)
     return {'conversations': len(chats)}
 
 

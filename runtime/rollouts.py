@@ -99,8 +99,8 @@ def open_prompts(run):
     config, answers = run.config, run.config.prompts_per_step * run.config.num_generations
     if not config.prompts:
         raise ValueError(
-            'no prompts: name files of tasks, as --prompts=tasks/gsm8k.jsonl; `python prepare_data.py --tasks=gsm8k` '
-            'makes this one, and docs/grpo.md says what their rows look like'
+            'no prompts: name files of tasks, as --prompts=tasks/gsm8k.fewshot.jsonl; `python prepare_data.py '
+            '--tasks=gsm8k` makes this one, and docs/evaluate.md says what their rows look like'
         )
     if config.init_from == 'scratch':
         raise ValueError(
