@@ -394,8 +394,8 @@ def one_of_four_ranks(torch, device, arguments):
 
 
 def tiny_llama(torch, device, arguments):
-    """Save a tiny Llama of transformers and a tokenizer of bytes with a chat template, make datasets of 300 conversations
-    and of 300 pairs by prepare_data.py, and write prompts that noise sometimes answers right."""
+    """Save a tiny Llama of transformers and a tokenizer of bytes with a chat template, and datasets of 300
+    conversations and of 300 pairs by prepare_data.py, and prompts that noise sometimes answers right."""
     import transformers
 
     from huggingface import convert
