@@ -7,7 +7,7 @@ init_from = 'out/sums'
 prompts = ['sums/prompts.jsonl']
 eval_tasks = ['sums/sums.jsonl']  # 810 sums that are not among the prompts, answered greedily
 
-prompts_per_step = 32
+prompts_per_step = 64
 num_generations = 8
 batch_size = 16  # sequences of about seven answers each
 
