@@ -74,7 +74,8 @@ def gathered(model, run):
     by_torch = run.config.fsdp_impl == 'torch'
     if by_torch:
         model.set_reshard_after_forward(False)
-    with torch.no_grad():  # this pass gathers the weights, and those after it find them
+    eager = torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext()
+    with torch.no_grad(), eager:  # this pass gathers the weights, and those after it find them
         model(torch.zeros(1, 1, dtype=torch.int64, device=run.device), then=lambda hidden, _: hidden)
     yield
     processes.reshard(model)

@@ -11,6 +11,7 @@ train_fsdp.py, by the key `strategy`, and `diff train_dpo.py train_grpo.py` show
 data. docs/grpo.md says what one sees in a run, and what goes wrong.
 """
 
+import functools
 import math
 from typing import Literal
 
@@ -150,7 +151,8 @@ while step < config.max_iters and not watch.must_stop:
     watch.begin_step(step)
     watch.mark('rollout')
     with fsdp.gathered(model, run) if is_sharded else weights_in_compute_dtype(raw_model):
-        groups = write_groups(model if is_sharded else raw_model, run, step)  # [[Answer] of each prompt of this rank]
+        beat = functools.partial(watch.at, 'rollout', step + 1)  # a rank that still writes does not hang
+        groups = write_groups(model if is_sharded else raw_model, run, step, beat)  # [[Answer] of each of its prompts]
     advantages = advantages_of(torch.tensor([[answer.reward for answer in group] for group in groups]))
     tokens = record.count(groups)  # of the answers to learn from, on all ranks
     documents = [
@@ -191,6 +193,7 @@ while step < config.max_iters and not watch.must_stop:
         may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
         skip = numbers.must_skip(step + 1, step_loss, 1, grad_norm, may_overflow)
         scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
+        optim.balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
         watch.measure_state(raw_model, opt)
         scaler.update()
         opt.zero_grad(set_to_none=True)

@@ -119,7 +119,7 @@ def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None)
         raise ValueError(f'{given}: {path} holds texts, which have no answers: use {other}')
     if not chat and (odd := next((item for item in items if item.of_chat), None)):
         given = f'{odd.place}: {" and ".join(odd.of_chat)} are for a chat template'
-        raise ValueError(f'{given}: --apply_chat_template writes them, --eval_tasks_chat in a run')
+        raise ValueError(f'{given}: --apply_chat_template writes them, in a run --eval_tasks_chat or --prompts_chat')
     if protocol == 'core' and (chat or items[0].form == 'prompt'):
         given = f'protocol=core: {path}'
         why = 'has prompts, which its rules do not know' if items[0].form == 'prompt' else 'knows no chat template'
@@ -310,7 +310,8 @@ class NativeEncoder:
 
     def chat(self, messages, of_chat):
         raise ValueError(
-            'a model from scratch has no chat template: leave out --apply_chat_template, --eval_tasks_chat'
+            'a model from scratch has no chat template: leave out --apply_chat_template, --eval_tasks_chat, '
+            '--prompts_chat'
         )
 
 
@@ -410,7 +411,7 @@ def prompts_of(task, encoder, window):
     for item, tokens in zip(task.items, encoder.encode([item.pairs[0][0] for item in task.items]), strict=True):
         if len(tokens) + item.max_new_tokens > window:
             given = f'{item.place}: the prompt has {len(tokens):,} tokens and its answer up to {item.max_new_tokens:,}'
-            advice = 'lower num_fewshot, or "max_new_tokens" in the rows'
+            advice = 'lower num_fewshot, or max_new_tokens'
             raise ValueError(f'{given}, more than the {window:,} that the model sees: {advice}')
         prompts.append([Prompt(tokens or [encoder.prefix], item.stop, item.max_new_tokens)])
     return prompts

@@ -204,10 +204,13 @@ def cautions(keys, n_windows):
     if keys['min_lr'] == 0 and decayed < max_iters and keys['lr_schedule'] != 'constant':
         lines.append(f'WARNING: min_lr=0 from lr_decay_iters={decayed} to max_iters={max_iters}: nothing is learned')
     if keys['global_batch_size'] > n_windows:
-        lines.append(
-            f'WARNING: global_batch_size={keys["global_batch_size"]} is more than the {n_windows} sequences of the '
-            'training data: each step repeats them'
+        given = (
+            f'global_batch_size={keys["global_batch_size"]} is more than the {n_windows} sequences of the training data'
         )
+        if 'prompts' in keys:
+            prompts = n_windows // keys['num_generations']
+            given = f'prompts_per_step={keys["prompts_per_step"]} is more than the {prompts} prompts'
+        lines.append(f'WARNING: {given}: each step repeats them')
     return lines
 
 

@@ -19,17 +19,20 @@ def identity_of(keys, shape, train_data):
     model = {key: value for key, value in shape.to_dict().items() if key not in may_change}
     if 'frozen_dtype' in model:  # the dtype may change between bfloat16 and float32 if no weight is rounded by it
         model['frozen_dtype'] = shape.frozen_rounding
+    sizes = ('prompts_per_step', 'num_generations') if 'prompts' in keys else ('global_batch_size',)
     return {
         'model': model,
         'data': train_data.plan(keys['max_iters'], keys['global_batch_size']),
-        **{key: keys[key] for key in ('optimizer', 'global_batch_size', 'seed')},
+        **{key: keys[key] for key in ('optimizer', *sizes, 'seed')},
     }
 
 
 def in_words(keys):
     """The keys that say which data a run reads, for a message."""
     if 'prompts' in keys:
-        return f'prompts={",".join(keys["prompts"])}'
+        shown = [f'prompts={",".join(keys["prompts"])}']
+        how = ('prompts_chat', 'num_fewshot', 'max_new_tokens')
+        return ', '.join([*shown, *(f'{key}={keys[key]}' for key in how if keys[key] not in (None, False))])
     shown = ['dataset', *(('dataset_stages', 'max_iters') if keys.get('dataset_stages') else ())]
     shown += ['windows'] if keys.get('windows') == 'documents' else []
     shown += ['packing'] if keys.get('packing') is False else []
@@ -53,6 +56,8 @@ def check_resume(saved, keys, identity):
         other = f'you ask for {in_words(now)}'
         if in_words(before) == in_words(now):
             other = 'whose tokens are others now: it was prepared anew'
+            if 'prompts' in now:
+                other = 'whose rows are others now'
         raise ValueError(
             f'the checkpoint was trained on {in_words(before)}, {other}: use another --out_dir, perhaps with '
             f'--init_from={keys["out_dir"]}, which begins with its weights'

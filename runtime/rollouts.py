@@ -2,13 +2,14 @@
 Answers that a model writes while it is trained, and what they are worth: the data of train_grpo.py.
 
     open_prompts(run)                                      # run.train_data is a Prompts: the rows that --prompts names
-    groups = write_groups(model, run, step)                # [[Answer, ...] of each prompt of this rank in this step]
+    groups = write_groups(model, run, step, beat)          # [[Answer, ...] of each prompt of this rank in this step]
     batches = micro_batches(documents, run)                # prompts with their answers, packed into rows to learn from
 
 An answer is a pure function of the weights, the seed, the step, the place of its prompt in the step, and its number.
 So checkpoints hold no answers: a resumed run writes those again that an uninterrupted one would have written.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -27,6 +28,7 @@ from evaluation.tasks import prompts_of, read_task
 from layout import counted
 from model import generator_of
 from runtime.log import cut_rows
+from system import collectives
 
 FILE = 'rollouts.jsonl'  # in out_dir
 
@@ -56,7 +58,8 @@ class Prompts:
             self.items += task.items
             self.prompts += [prompt for (prompt,) in requests]
         self.reward = reward_of(self.items, config.reward)
-        self.n_windows, self.vocab_size = len(self.items), None
+        # A sequence is an answer: global_batch_size of them in a step, so many in an epoch.
+        self.n_windows, self.vocab_size = len(self.items) * config.num_generations, None
         self.per_step = f'{config.prompts_per_step:,} and writes {counted(config.num_generations, "answer")} to each'
         self.n_tokens = sum(len(prompt.tokens) for prompt in self.prompts)
         self.longest_answer = max(prompt.max_new_tokens for prompt in self.prompts)
@@ -72,7 +75,7 @@ class Prompts:
 
     def lines(self):
         return [
-            f'{", ".join(self.names)}: {self.n_windows:,} prompts, of which a step takes {self.per_step}, with its '
+            f'{", ".join(self.names)}: {len(self.items):,} prompts, of which a step takes {self.per_step}, with its '
             f'{self.reward} as the reward'
         ]
 
@@ -130,6 +133,7 @@ def open_prompts(run):
             f'are prompts_per_step x num_generations / ranks: use --batch_size={nearest}'
         )
     config.global_batch_size, config.eval_iters = answers, 0
+    config.loss_spike_guard = False  # the loss says nothing, and is about 0
     encoder = in_run.encoder_of_run(vars(config), run.pretrained)
     run.train_data = run.val_data = Prompts(config, encoder, run.pretrained)
 
@@ -145,21 +149,37 @@ class Answer(NamedTuple):
     is_cut: bool  # it was still going on after max_new_tokens
 
 
-def write_groups(model, run, step):
+def write_groups(model, run, step, beat):
     """[[Answer, ...] of each prompt] that this rank writes in a step: num_generations to each of its prompts.
 
-    model: without DDP around it, on ranks whose passes need no others (fsdp.gathered). Raises sampling.NotFinite.
+    model: without DDP around it, on ranks whose passes need no others (fsdp.gathered). beat: called before each forward
+    pass. Compiled models run in eager mode here, since shapes vary. Collective where it ends. Raises ValueError on all
+    ranks if one of them computes what is not finite.
     """
     config, prompts, G = run.config, run.train_data, run.config.num_generations
     of_rank = config.prompts_per_step // run.world_size
     first = step * config.prompts_per_step + run.rank * of_rank
     slots = np.arange(first, first + of_rank)  # slot j of step s of the run is s * prompts_per_step + j
-    numbers = permuted(slots, prompts.n_windows, config.seed)
+    numbers = permuted(slots, len(prompts.items), config.seed)
     asked = [
         (number, f'prompt {slot} of the run, answer {k}')
         for slot, number in zip(slots.tolist(), numbers.tolist(), strict=True)
         for k in range(G)
     ]
+    problem, answers = None, []
+    hook = model.register_forward_pre_hook(lambda *_: beat())
+    try:
+        with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
+            answers = answers_to(asked, model, prompts, config)
+    except sampling.NotFinite as error:
+        problem = str(error)
+    hook.remove()
+    collectives.raise_together(problem)
+    return [answers[n : n + G] for n in range(0, len(answers), G)]
+
+
+def answers_to(asked, model, prompts, config):
+    """[Answer to each of `asked`]: (the number of a prompt, what the random numbers of the answer depend on)."""
     requests, answers = [prompts.prompts[number] for number, _ in asked], [None] * len(asked)
     for places in generating.batches_of(requests, config.generation_batch_size or len(asked)):
         _, stop, longest = requests[places[0]]
@@ -172,10 +192,11 @@ def write_groups(model, run, step):
         )  # fmt: skip
         for place, ids in zip(places, found, strict=True):
             answers[place] = answer_of(prompts, asked[place][0], ids, stop, stop_tokens)
-    return [answers[n : n + G] for n in range(0, len(answers), G)]
+    return answers
 
 
 def answer_of(prompts, number, ids, stop, stop_tokens):
+    """The Answer to a prompt, of the ids that were drawn: judged up to the first of the texts `stop`."""
     ended = ids[-1] in stop_tokens
     text = prompts.encoder.decode(ids[:-1] if ended else ids)
     ended = ended or any(end in text for end in stop)
@@ -232,23 +253,28 @@ class Record:
             row |= {'entropy': surprise / learned, 'clip_ratio/region_mean': clipped / learned}
         if row['frac_reward_zero_std'] == 1:
             self.warn(
+                'equal',
                 f'step {step}: all answers to a prompt have the same reward, {row["reward"]:.3g} on average, and '
-                'nothing is learned: take easier prompts or harder ones, or more --num_generations'
+                'nothing is learned: take easier prompts or harder ones, or more --num_generations',
             )
         if row['completions/clipped_ratio'] > 0.5:
             self.warn(
+                'cut',
                 f'step {step}: {row["completions/clipped_ratio"]:.0%} of the answers are cut at max_new_tokens: allow '
-                'more, or see in rollouts.jsonl why they do not end'
+                'more, or see in rollouts.jsonl why they do not end',
             )
         if self.run.rank == 0:
             prompt = self.run.train_data.items[groups[0][0].prompt].pairs[0][0]
             answers = [{'text': answer.text, 'reward': answer.reward} for answer in groups[0]]
-            with open(self.path, 'a', encoding='utf-8') as file:
-                file.write(json.dumps({'step': step, 'prompt': prompt, 'answers': answers}) + '\n')
+            try:
+                with open(self.path, 'a', encoding='utf-8') as file:
+                    file.write(json.dumps({'step': step, 'prompt': prompt, 'answers': answers}) + '\n')
+            except OSError as error:  # as of the log: whether the run goes on is for its checkpoints to decide
+                self.warn('file', f'lines are missing in {self.path} from step {step} on: {error}')
         return row
 
-    def warn(self, line):
-        if (kind := line[-30:]) not in self.said:  # once is enough
+    def warn(self, kind, line):
+        if kind not in self.said:  # once is enough
             self.say(f'WARNING: {line}')
         self.said.add(kind)
 
