@@ -133,7 +133,6 @@ def open_prompts(run):
             f'are prompts_per_step x num_generations / ranks: use --batch_size={nearest}'
         )
     config.global_batch_size, config.eval_iters = answers, 0
-    config.loss_spike_guard = False  # the loss says nothing, and is about 0
     encoder = in_run.encoder_of_run(vars(config), run.pretrained)
     run.train_data = run.val_data = Prompts(config, encoder, run.pretrained)
 

@@ -132,8 +132,9 @@ class Watch:
             beat=self.watchdog.at, trace_step=config.trace_step - self.first_step, out_dir=config.out_dir,
             trace_memory=run.traces_memory,
         )  # fmt: skip
+        guards_loss = config.loss_spike_guard and 'prompts' not in vars(config)  # of answers it says nothing
         self.numbers = health.Numbers(
-            config.max_bad_steps, config.loss_spike_guard, say, self.saver.last_good,
+            config.max_bad_steps, guards_loss, say, self.saver.last_good,
             group, self.state.get('numbers') if numbers is None else numbers,
         )  # fmt: skip
         gc.collect()

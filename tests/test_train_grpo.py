@@ -9,17 +9,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from chats import write_rows
-from launch import function_of, run_many
+from launch import function_of, run_function, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
 from precision import apart, assert_same_run
 from pretrained import save_model
 from short import slow_but
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from dataset.shuffle import permuted
 from huggingface import finetune
 from logprobs import token_logps
 from model import generator_of
+from runtime import fill, rollouts
 
 SEED, BLOCK, STEPS, PROMPTS, GROUP, LONGEST = 1337, 40, 4, 6, 4, 8
 RUN = [f'--seed={SEED}', f'--block_size={BLOCK}', f'--prompts_per_step={PROMPTS}', f'--num_generations={GROUP}']
@@ -205,6 +208,7 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'even': (1, None, ['--prompts_per_step=4']),
 }
 SHORT = ['one', 'unpacked', 'written by fives', 'lora', 'twice', 'ddp', 'fsdp', 'stage 2', 'fsdp, lora']
+OF_ONE = ['--out_dir=FOLDER/run one']  # which they would resume
 REFUSED = {  # name: (ranks, keys, what the line says)
     'no prompts': (1, ['--prompts=[]'], 'no prompts: name files of tasks'),
     'choices': (1, ['--prompts=FOLDER/choices.jsonl'], 'rows with choices; expected {"prompt"'),
@@ -218,6 +222,12 @@ REFUSED = {  # name: (ranks, keys, what the line says)
     'ranks': (2, ['--prompts_per_step=5'], 'use --prompts_per_step=4 or 6'),
     'dropout': (1, ['--lora_rank=4', '--lora_dropout=0.1'], 'leave lora_dropout out'),
     'z_loss': (1, ['--z_loss=0.1'], 'use --z_loss=0'),
+    'other groups': (
+        1,
+        [*OF_ONE, '--prompts_per_step=4', '--num_generations=6'],
+        'has prompts_per_step=6, you ask for 4',
+    ),
+    'other lengths': (1, [*OF_ONE, '--max_new_tokens=4'], 'you ask for prompts=.*, max_new_tokens=4: use another'),
 }
 
 
@@ -286,6 +296,107 @@ def test_a_killed_run_goes_on_to_the_bit(folder, runs):
         assert_same_weights(killed, out, STEPS)
         assert_same_rows(killed, out, ('step', 'loss', 'grad_norm', 'entropy', *OF_ANSWERS))
         assert rollouts_of(killed) == rollouts_of(out)
+
+
+@pytest.mark.slow
+def test_a_mixture_is_balanced(folder, data_dir):
+    first, out = folder / 'mixture', folder / 'run mixture'
+    sizes = ['--arch=qwen3', '--n_layer=2', '--n_head=2', '--n_embd=16', f'--block_size={BLOCK}', '--n_experts=4']
+    sizes += ['--router_aux=0', '--router_bias=0.01', '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={first}']
+    sizes += ['--batch_size=2', '--global_batch_size=2', '--max_iters=1', '--eval_iters=0', '--device=cpu']
+    arguments = keys_of(folder, out, f'--init_from={first}', '--router_aux=0')
+    cases = [{'name': 'first', 'script': 'train_ddp.py', 'arguments': [*sizes, '--dtype=float32', '--compile=False']}]
+    run_many([*cases, {'name': 'second', 'script': 'train_grpo.py', 'arguments': arguments}], 1, folder)
+    assert len(column(out, 'router/violation')) == STEPS
+    biases = [tensor for name, tensor in weights_of(out, STEPS).items() if name.endswith('router.bias')]
+    before = [tensor for name, tensor in weights_of(first, 1).items() if name.endswith('router.bias')]
+    assert biases and not any(map(torch.equal, biases, before))
+
+
+# --- in one process ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone():
+    torch._dynamo.reset()
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def tiny_run(folder, rank=0, world_size=1, **keys):
+    """A run, as far as rollouts.py asks for it, with its model."""
+    given = {'prompts': [f'{folder}/prompts.jsonl'], 'init_from': f'{folder}/llama', 'out_dir': str(folder)}
+    given |= {'prompts_per_step': PROMPTS, 'num_generations': GROUP, 'batch_size': 2, 'block_size': BLOCK, 'seed': SEED}
+    given |= {'packing': True, 'temperature': 1.0, 'strategy': 'ddp'}
+    unset = 'prompts_chat num_fewshot reward max_new_tokens generation_batch_size eval_only trust_remote_code compile '
+    unset += 'mask_truncated'
+    config = SimpleNamespace(**{**dict.fromkeys(unset.split()), **given, **keys})
+    pretrained = finetune.Pretrained(given['init_from'])
+    run = SimpleNamespace(config=config, pretrained=pretrained, rank=rank, world_size=world_size)
+    run.device = torch.device('cpu')
+    rollouts.open_prompts(run)
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    model.to_empty(device='cpu')
+    finetune.load(model, pretrained)
+    return run, model
+
+
+def test_only_the_shape_of_training_is_compiled(folder, alone):
+    """Answers grow token by token: compiled, they would use up the recompilations that dynamo allows."""
+    run, model = tiny_run(folder, compile=True)
+    counter, beats = CompileCounterWithBackend('eager'), []
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=counter)
+    groups = rollouts.write_groups(model, run, 0, lambda: beats.append(1))
+    assert counter.frame_count == 0
+    assert len(beats) == max(len(answer.ids) for group in groups for answer in group)  # a pass for each token
+    documents = [(run.train_data.prompts[one.prompt].tokens, one.ids, 1.0, 1.0) for group in groups for one in group]
+    for x, y, starts, _, _ in rollouts.micro_batches(documents, run):
+        token_logps(model, x, y, starts).sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_an_epoch_is_of_prompts(folder):
+    run, _ = tiny_run(folder)
+    config, prompts = run.config, run.train_data
+    assert fill.iterations_of_epochs(1, prompts.n_windows, config.global_batch_size) == 4  # 20 prompts by sixes
+    keys = {'eval_only': False, 'eval_iters': 0, 'trace_step': 0, 'max_iters': 4, 'trace_memory': False, 'min_lr': 1}
+    keys |= {'device': 'cpu', 'warmup_iters': 0, 'lr_decay_iters': 4, **vars(config)}
+    assert fill.cautions(keys, prompts.n_windows) == []
+    keys |= {'prompts_per_step': 21, 'global_batch_size': 21 * GROUP}
+    (line,) = fill.cautions(keys, prompts.n_windows)
+    assert 'prompts_per_step=21 is more than the 20 prompts' in line
+
+
+def test_a_full_disk_ends_no_run(folder, alone, tmp_path):
+    run, model = tiny_run(folder, out_dir=str(tmp_path))
+    said = []
+    record = rollouts.Record(run, 0, said.append)
+    record.path = '/dev/full'
+    groups = rollouts.write_groups(model, run, 0, lambda: None)
+    record.count(groups)
+    for step in (1, 2):
+        assert record.row(step, groups)['reward'] == np.mean([answer.reward for group in groups for answer in group])
+    assert len([line for line in said if '/dev/full from step 1 on: [Errno 28]' in line]) == 1
+
+
+def error_of_rank(folder):
+    rank = dist.get_rank()
+    run, model = tiny_run(folder, rank=rank, world_size=2)
+    if rank == 1:
+        torch.nn.init.constant_(next(model.parameters()), float('nan'))
+    try:
+        rollouts.write_groups(model, run, 0, lambda: None)
+    except ValueError as error:
+        return str(error)
+
+
+def test_all_ranks_say_what_one_of_them_cannot_compute(folder):
+    lines = run_function(2, error_of_rank, str(folder))
+    assert lines[0] == lines[1] and 'logits after' in lines[0] and 'not finite' in lines[0]
 
 
 # --- beside TRL -------------------------------------------------------------------------------------------------------
