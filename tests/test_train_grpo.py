@@ -298,21 +298,6 @@ def test_a_killed_run_goes_on_to_the_bit(folder, runs):
         assert rollouts_of(killed) == rollouts_of(out)
 
 
-@pytest.mark.slow
-def test_a_mixture_is_balanced(folder, data_dir):
-    first, out = folder / 'mixture', folder / 'run mixture'
-    sizes = ['--arch=qwen3', '--n_layer=2', '--n_head=2', '--n_embd=16', f'--block_size={BLOCK}', '--n_experts=4']
-    sizes += ['--router_aux=0', '--router_bias=0.01', '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={first}']
-    sizes += ['--batch_size=2', '--global_batch_size=2', '--max_iters=1', '--eval_iters=0', '--device=cpu']
-    arguments = keys_of(folder, out, f'--init_from={first}', '--router_aux=0')
-    cases = [{'name': 'first', 'script': 'train_ddp.py', 'arguments': [*sizes, '--dtype=float32', '--compile=False']}]
-    run_many([*cases, {'name': 'second', 'script': 'train_grpo.py', 'arguments': arguments}], 1, folder)
-    assert len(column(out, 'router/violation')) == STEPS
-    biases = [tensor for name, tensor in weights_of(out, STEPS).items() if name.endswith('router.bias')]
-    before = [tensor for name, tensor in weights_of(first, 1).items() if name.endswith('router.bias')]
-    assert biases and not any(map(torch.equal, biases, before))
-
-
 # --- in one process ---------------------------------------------------------------------------------------------------
 
 
