@@ -56,9 +56,8 @@ class Prompts:
             self.items += task.items
             self.prompts += [prompt for (prompt,) in requests]
         self.reward = reward_of(self.items, config.reward)
-        self.n_windows, self.vocab_size = len(self.items), None
+        self.n_windows, self.vocab_size = len(self.items) * config.num_generations, None  # sequences of an epoch
         self.per_step = f'{config.prompts_per_step:,} and writes {counted(config.num_generations, "answer")} to each'
-        self.n_tokens = sum(len(prompt.tokens) for prompt in self.prompts)
         self.longest_answer = max(prompt.max_new_tokens for prompt in self.prompts)
         # A row holds at most so many answers, and padding behind them.
         self.n_starts = config.block_size // min(len(prompt.tokens) for prompt in self.prompts) + 1
@@ -72,7 +71,7 @@ class Prompts:
 
     def lines(self):
         return [
-            f'{", ".join(self.names)}: {self.n_windows:,} prompts, of which a step takes {self.per_step}, with its '
+            f'{", ".join(self.names)}: {len(self.items):,} prompts, of which a step takes {self.per_step}, with its '
             f'{self.reward} as the reward'
         ]
 
@@ -154,7 +153,7 @@ def write_groups(model, run, step):
     of_rank = config.prompts_per_step // run.world_size
     first = step * config.prompts_per_step + run.rank * of_rank
     slots = np.arange(first, first + of_rank)  # slot j of step s of the run is s * prompts_per_step + j
-    numbers = permuted(slots, prompts.n_windows, config.seed)
+    numbers = permuted(slots, len(prompts.items), config.seed)
     asked = [
         (number, f'prompt {slot} of the run, answer {k}')
         for slot, number in zip(slots.tolist(), numbers.tolist(), strict=True)
