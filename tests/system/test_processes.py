@@ -113,6 +113,9 @@ def test_long_work_says_on_rank_0_how_far_it_is(monkeypatch, capsys):
         assert list(processes.progress('loading it', sizes)) == list(sizes)
         shown = capsys.readouterr().out.splitlines()
         assert [re.fullmatch(r'\d\d:\d\d:\d\d loading it: (.*)', line)[1] for line in shown] == lines
+    monkeypatch.setenv('RANK', '0')
+    assert list(processes.progress('reading', {'a': 2000, 'b': 1}, unit='pairs')) == ['a', 'b']
+    assert capsys.readouterr().out.splitlines()[0].endswith(' reading: 2,000 of 2,001 pairs')
 
 
 def test_a_terminal_shows_a_bar(monkeypatch):
