@@ -209,7 +209,7 @@ def classes_in(source):
 
 @functools.cache
 def knobs_of_class(name, source):
-    """{key: Knob} of the assignments in one class of a source text. Not to be changed: the next caller gets the same."""
+    """{key: Knob} of the assignments in one class of a source text. Do not change it: the next caller gets the same."""
     node = classes_in(source)[name]
     comments = {}  # {line: text}; alone: the lines that hold nothing but a comment
     alone = set()
