@@ -204,7 +204,8 @@ def wait_for_rank_0(folder, patience_s):
     store = dist.FileStore(f'{folder}/short_{patience_s}', 2)
     rank = dist.get_rank()
     dist.destroy_process_group()
-    dist.init_process_group('gloo', store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    dist.init_process_group('gloo', store=store, rank=rank, world_size=2)  # with time for ranks that start late
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     try:
         return collectives.on_rank_0(lambda: time.sleep(3) or 'read', patience_s=patience_s)
     except RuntimeError as error:
