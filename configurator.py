@@ -189,30 +189,37 @@ def read_knobs(script):
     config = class_named('Config', script)
     if config is None:
         return {}
-    knobs = knobs_of_class(config, script)
-    keys = script.with_name('keys.py')
+    knobs = knobs_of_class('Config', script.read_text(encoding='utf-8'))
     for base in reversed(config.bases):
-        knobs = knobs_of_class(class_named(base.id, keys), keys) | knobs
+        knobs = knobs_of_class(base.id, script.with_name('keys.py').read_text(encoding='utf-8')) | knobs
     sections = list(dict.fromkeys(knob.section for knob in knobs.values()))
     return dict(sorted(knobs.items(), key=lambda item: sections.index(item[1].section)))
 
 
 def class_named(name, path):
     """The node of a class in the syntax tree of a file, or None."""
-    classes = [node for node in ast.parse(path.read_text(encoding='utf-8')).body if isinstance(node, ast.ClassDef)]
-    return next((node for node in classes if node.name == name), None)
+    return classes_in(path.read_text(encoding='utf-8')).get(name)
 
 
-def knobs_of_class(node, path):
-    """{key: Knob} of the assignments in one class. node: that class in the syntax tree of the file."""
+@functools.cache
+def classes_in(source):
+    """{name: node} of the classes in a source text."""
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
+def knobs_of_class(name, source):
+    """{key: Knob} of the assignments in one class of a source text. Do not change it: the next caller gets the same."""
+    node = classes_in(source)[name]
     comments = {}  # {line: text}; alone: the lines that hold nothing but a comment
     alone = set()
-    source = path.read_text(encoding='utf-8')
-    for token in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__):
+    lines = source.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
+    for token in tokenize.generate_tokens(iter(lines).__next__):
         if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = token.string.lstrip('# ')
+            line = node.lineno - 1 + token.start[0]
+            comments[line] = token.string.lstrip('# ')
             if token.line.lstrip().startswith('#'):
-                alone.add(token.start[0])
+                alone.add(line)
 
     knobs = {}
     section, tags_of_section, last_line = '', (), node.lineno

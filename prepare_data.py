@@ -34,7 +34,7 @@ class Config:
     text_field: str | None = None  # field, or '{title}\n{text}', of a row's text; None = text, or all strings in .jsonl
     chat: bool | None = None  # rows are conversations, and their answers are learned; None = the first rows decide
     chat_fields = []  # fields of other conversations than those above: the list of messages, or QUESTION,ANSWER
-    pairs = False  # rows are pairs of answers to a prompt, `chosen` and `rejected`, for train_dpo.py
+    pairs = False  # rows are pairs of answers to a prompt, `chosen` and `rejected` (or KTO's), for train_dpo.py
     fold_system = False  # put system messages into the user's message, for chat templates that refuse them
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split to read, of a hub dataset or of a folder written by save_to_disk
@@ -89,7 +89,7 @@ from system.files import write_file
 from text import encoding, sources
 from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS, PREFERENCES
 from text.conversations import digest_of, template_of, templates_of
-from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
+from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of, write_pairs
 from text.engine import Mismatch
 from text.summary import print_example, print_summary
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
@@ -341,6 +341,21 @@ if source.chat:  # what the template cannot write is found by the workers, so he
     except ValueError as error:
         raise ValueError(str(error)) from error
 
+if source.labelled:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / 'pairs.partial'
+    joined = collections.Counter()
+    n_pairs = write_pairs(source, path, joined)
+    print(f'{n_pairs:,} pairs of a good and a bad answer to the same prompt')
+    try:
+        refuse_left_out(joined, n_pairs)
+    except ValueError:
+        path.unlink()
+        raise
+    state['notes'] = state['notes'] if is_resumed else dict(joined)
+    source.total, source.stream = path.stat().st_size, None
+    source.parts = [sources.Part(str(path), 'jsonl', end=source.total)]
+
 # --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
 
 
@@ -385,7 +400,8 @@ def choose_val_hashes():
         why = f' (left out: {in_words(left_out_of(notes))})' if left_out_of(notes) else ''
         advice = 'use --val_rule=tail for a text file, or --val_fraction=0'
         raise ValueError(
-            f'dataset={config.dataset} is not two different documents{why}, to be split by a hash: {advice}'
+            f'dataset={config.dataset} is not two different {"prompts" if config.pairs else "documents"}{why}, to be '
+            f'split by a hash: {advice}'
         )
     return encoding.choose_by_size(sizes, config.val_fraction)
 
@@ -397,7 +413,9 @@ val_hashes = (state.get('val_from', 0), state['val_below'])
 if config.val_rule == 'tail':
     rule_in_words = short_rule = f'the last {config.val_fraction:%} of the bytes of the text'
 else:
-    what = f'{"pairs" if config.pairs else "conversations"}, as JSON,' if source.chat else 'documents'
+    what = 'documents'
+    if source.chat:
+        what = f'{"pairs with a prompt" if config.pairs else "conversations"}, as JSON,'
     short_rule = f'{config.val_fraction:.2%} of the text, chosen by a hash (val_rule in meta.json)'
     first, end = (number / 2**64 for number in val_hashes)
     rule_in_words = (

@@ -141,7 +141,7 @@ watch.self_test(model, raw_model)
 # run reads them from its out_dir, because its weights have moved.
 digest = None
 if config.loss_type != 'simpo':
-    digest = set_reference(model, run, state.get('reference'), lambda: watch.at('reference', step))
+    digest = set_reference(model, run, state.get('reference'), lambda: watch.at('reference', step), watch.say)
 if config.eval_only:
     watch.evaluate_only(model, step)
 

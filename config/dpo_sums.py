@@ -7,23 +7,24 @@
 out_dir = 'out/dpo_sums'
 init_from = 'out/sums'  # where it begins, and the reference
 dataset = 'sums_pairs'
-eval_tasks = ['sums/sums.jsonl']  # 810 sums that are in neither of the two data sets
+eval_tasks = ['sums/sums.jsonl']  # 810 sums that are in neither of the two data sets, answered greedily
 
 batch_size = 8
 global_batch_size = 8  # sequences of three pairs each
 
 loss_type = 'sigmoid'
 beta = 0.1
-max_iters = 150
-learning_rate = 1e-4
-lr_schedule = 'constant'
+max_iters = 600  # the 1,781 pairs eight times
+learning_rate = 2e-4
+lr_schedule = 'linear'
+min_lr = 0.0
 warmup_iters = 10
 weight_decay = 0.0
 dtype = 'float32'
 
-log_interval = 10
-eval_interval = 50
+log_interval = 50
+eval_interval = 100
 eval_iters = 20
-eval_tasks_interval = 50
-checkpoint_interval = 150
+eval_tasks_interval = 100
+checkpoint_interval = 600
 keep_checkpoints = 1

@@ -197,7 +197,7 @@ class ShardWriter:
     Writes the shards of one split. See the module's docstring.
 
     totals      what meta.json says about the split: tokens, bytes, documents, max_token, shards (file, tokens, sha256);
-                if masked also learned_tokens, longest (tokens of the longest conversation), and for each shard
+                if masked also learned_tokens, longest (tokens of the longest conversation or pair), and for each shard
                 mask_file, mask_sha256; and in_partial, the number of tokens that are in no shard yet
     """
 

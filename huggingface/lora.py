@@ -9,6 +9,7 @@ steps, so frozen_dtype stores its matrix in bfloat16 or in 4 bits (nf4.py): see 
 casts stored weights to the dtype of computation; for a model that is not sharded, compute_from_stored() does.
 """
 
+import contextlib
 import functools
 import math
 import re
@@ -71,6 +72,20 @@ def add_lora(module, args, output):
     """Forward hook that adds LoRA to a linear layer or to GPT-2's Conv1D: W x + lora_scale * B A dropout(x)."""
     x = F.dropout(args[0], module.lora_dropout, module.training) if module.lora_dropout else args[0]
     return output + F.linear(F.linear(x, module.lora_A), module.lora_B) * module.lora_scale
+
+
+@contextlib.contextmanager
+def turned_off(model):
+    """A context in which a model computes what its base does, to the bit, as it did before its first step; except for
+    modules_to_save."""
+    scales = {module: module.lora_scale for module in model.modules() if hasattr(module, 'lora_scale')}
+    for module in scales:
+        module.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for module, scale in scales.items():
+            module.lora_scale = scale
 
 
 def is_lora(name):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import data
 import offload
+from dataset.mixture import names_in, parse_stages
 from dataset.windows import read_meta
 from layout import Layout, Share
 from model import GPT, ModelConfig, pointwise_cross_entropy
@@ -150,6 +151,8 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
 
     errors.report_errors(advice)
     run = Run(config, explicit, strategy, *start_process(config))
+    if 'prompts' not in vars(config):
+        refuse_other_data(config, pairs)
     open_init_from(run)
     if config.packing is None:
         config.packing = not run.pretrained or config.native or run.pretrained.keeps_documents_apart
@@ -159,7 +162,6 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
         rollouts.open_prompts(run)
     else:
         open_data(run)
-        refuse_other_data(run, pairs)
     fill_in(run, ranks or run.world_size)
     if vars(config).get('eval_tasks'):  # read now, so that a mistake in their files shows here
         from evaluation import in_run
@@ -214,18 +216,24 @@ def open_data(run):
     )
 
 
-def refuse_other_data(run, pairs):
+def refuse_other_data(config, pairs):
     """Raise ValueError if the data hold pairs of answers, and the script learns from something else, or the other way
-    round."""
-    config = run.config
-    for key, mixture in (('dataset', run.train_data), ('val_dataset', run.val_data)):
-        given = f'{key}={config.val_dataset or config.dataset if key == "val_dataset" else config.dataset}'
-        if mixture.is_pairs and not pairs:
+    round. By their meta.json alone, before anything is opened: what else a script refuses would send a user with pairs
+    to a script that refuses them, too."""
+    for key in ('dataset', 'val_dataset'):
+        stages = {} if key == 'dataset' else {'dataset': config.val_dataset, 'dataset_stages': ()}
+        names = names_in(parse_stages(vars(config) | stages)) if vars(config)[key] else []
+        folders = [Path(config.data_dir, name) for name in names]  # which may be missing: that is refused later
+        found = [
+            read_meta(folder).get('pairs', False) for folder in folders if folder.is_dir() or names == ['synthetic']
+        ]
+        given = f'{key}={vars(config)[key]}'
+        if any(found) and not pairs:
             raise ValueError(
                 f'{given} holds pairs of a better and a worse answer: train_dpo.py learns from these; to learn the '
                 'better ones as conversations, prepare it without --pairs, with --chat_fields'
             )
-        if pairs and not mixture.is_pairs:
+        if found and pairs and not any(found):
             raise ValueError(
                 f'{given} holds no pairs of answers: prepare them with `python prepare_data.py --pairs --dataset=...`, '
                 'and learn text or conversations with train_ddp.py or train_fsdp.py'

@@ -45,6 +45,8 @@ CONSOLE = (
         'val_loss': ' | val loss {:.4f}',
         'val_ppl': ', perplexity {:.4g}',
         'val_bpb': ', {:.3f} bits/byte',
+        'val_accuracy': ', accuracy {:.3f}',
+        'val_margin': ', margin {:.3f}',
         'diloco/inner_val_loss': ' (replicas {:.4f})',
         'best_step': ' (best: step {})',
     },

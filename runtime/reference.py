@@ -2,12 +2,13 @@
 What the model that a run began with thinks of the answers: their log-probabilities under its first weights, which
 train_dpo.py compares with those under its present ones.
 
-    digest = set_reference(model, run, state.get('reference'), beat)   # now batches have them as a fourth part
+    digest = set_reference(model, run, state.get('reference'), beat, say)  # now batches have them as a fourth part
 
 They are computed once, before the first step, and kept in out_dir/reference.npz, since a resumed run no longer has the
 weights. That costs a forward pass over the data, and no memory for a second model.
 """
 
+import contextlib
 import os
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import data
+from huggingface import lora
 from logprobs import document_logps
 from system import collectives, processes
 from system.files import replacing, sha256_of
@@ -70,29 +72,56 @@ def self_test(facts, run):
     return f'self-test: before the first step all answers are as likely as their reference says (within {largest:.1g})'
 
 
-def set_reference(model, run, saved, beat):
+def set_reference(model, run, saved, beat, say):
     """
     Give the training and validation data of a run their reference, for all ranks; with eval_only the latter alone.
     Returns the sha256 of its file, which belongs into checkpoints. Collective.
 
-    saved: what the checkpoint says that the run resumes from. beat: called before each forward pass. Raises ValueError
-    on every rank if the run resumes and the file is gone, or another.
+    saved: what the checkpoint says that the run resumes from. beat: called before each forward pass. say: prints a line
+    of the log. Raises ValueError on every rank if the run resumes and the file is gone, or another, or if its data are
+    others and the first weights are gone.
     """
-    path = os.path.join(run.config.out_dir, FILE)
-    mixtures = {'val': run.val_data} if run.config.eval_only else {'train': run.train_data, 'val': run.val_data}
+    config = run.config
+    path = os.path.join(config.out_dir, FILE)
+    mixtures = {'val': run.val_data} if config.eval_only else {'train': run.train_data, 'val': run.val_data}
     sources = [(mixture, source) for mixture in mixtures.values() for source in mixture.sources]
     # Two sources may have the same fingerprint, and with it the same windows.
     keys = [f'{split} {source.fingerprint}' for split, mixture in mixtures.items() for source in mixture.sources]
+    arrays, digest, first_weights = {}, None, contextlib.nullcontext()
     if run.found:
-        arrays, digest = collectives.on_rank_0(read, path, saved, keys)
-    else:
-        found = [array for mixture in mixtures.values() for array in compute(model, mixture, run, beat)]
+        arrays, digest = collectives.on_rank_0(read, path, saved)
+        first_weights = lora.turned_off(model)  # not those of modules_to_save
+        if lacking := [key for key in keys if key not in arrays]:
+            refuse_other_pairs(config, path, lacking[0].split()[0])
+    if not {*keys} <= {*arrays}:
+        pairs = {
+            split: sum(int(source.n_targets.sum()) for source in mixture.sources) for split, mixture in mixtures.items()
+        }
+        counts = ' and '.join(f'{n:,} {split}' for split, n in pairs.items())
+        say(f'reference: the log-probabilities of both answers of {counts} pairs under the first weights, once')
+        with first_weights:
+            found = [array for mixture in mixtures.values() for array in compute(model, mixture, run, beat)]
         arrays = dict(zip(keys, found, strict=True))
-        digest = None if run.config.eval_only else collectives.on_rank_0(write, path, arrays)
+        digest = None if config.eval_only else collectives.on_rank_0(write, path, arrays)
     for key, (mixture, source) in zip(keys, sources, strict=True):
         array = arrays[key][:, : mixture.n_starts]  # beside other sources, rows may have had more or fewer places
         source.reference = np.pad(array, ((0, 0), (0, mixture.n_starts - array.shape[1])))
     return digest
+
+
+def refuse_other_pairs(config, path, split):
+    """Raise ValueError if a run that goes on cannot know what the weights it began with think of other pairs. With LoRA
+    these are there still; but a run that trains on goes on with the pairs it has."""
+    if config.eval_only and config.lora_rank and not config.modules_to_save:
+        return
+    other, advice = 'val_dataset' if split == 'val' else 'dataset', 'begin anew in another --out_dir'
+    given = f'{path} has no reference of this {split} data'
+    if config.eval_only:
+        raise ValueError(
+            f'{given}, and the weights that the run began with are gone, unless it trains LoRA alone: give --{other} '
+            f'from the beginning, or measure both models with evaluate.py'
+        )
+    raise ValueError(f'{given}: resume with the same --{other}, or {advice}')
 
 
 @torch.no_grad()
@@ -103,7 +132,12 @@ def compute(model, mixture, run, beat):
     places = mixture.n_windows * len(mixture.sources), run.config.batch_size, run.rank, run.world_size
     model.eval()
     rounds = data.rounds_of(mixture, *places)
-    for (batch, _), (number, windows) in zip(data.eval_batches(mixture, *places, run.device), rounds, strict=True):
+    sizes = {
+        place: int(mixture.sources[number].n_targets[windows].sum()) for place, (number, windows) in enumerate(rounds)
+    }
+    batches = data.eval_batches(mixture, *places, run.device)
+    for place, (batch, _) in zip(processes.progress('reference', sizes, unit='pairs per rank'), batches, strict=True):
+        number, windows = rounds[place]
         beat()
         sums, _ = document_logps(model, *batch)
         arrays[number][windows] = sums[: len(windows)].cpu()
@@ -123,9 +157,9 @@ def write(path, arrays):
     return sha256_of(path)
 
 
-def read(path, digest, keys):
+def read(path, digest):
     """(the arrays, the sha256) of a file that write() has written. Raises ValueError if it is not the one with this
-    sha256, or lacks one of the keys."""
+    sha256."""
     begin = 'begin anew in another --out_dir'
     if digest is None:
         raise ValueError(
@@ -139,8 +173,4 @@ def read(path, digest, keys):
             f'{begin}'
         )
     with np.load(path) as file:
-        arrays = {key: file[key] for key in file.files}
-    if lacking := [key for key in keys if key not in arrays]:
-        split, other = lacking[0].split()[0], 'val_dataset' if lacking[0].startswith('val') else 'dataset'
-        raise ValueError(f'{path} has no reference of this {split} data: resume with the same --{other}, or {begin}')
-    return arrays, digest
+        return {key: file[key] for key in file.files}, digest

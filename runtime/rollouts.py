@@ -58,10 +58,8 @@ class Prompts:
             self.items += task.items
             self.prompts += [prompt for (prompt,) in requests]
         self.reward = reward_of(self.items, config.reward)
-        # A sequence is an answer: global_batch_size of them in a step, so many in an epoch.
-        self.n_windows, self.vocab_size = len(self.items) * config.num_generations, None
+        self.n_windows, self.vocab_size = len(self.items) * config.num_generations, None  # sequences of an epoch
         self.per_step = f'{config.prompts_per_step:,} and writes {counted(config.num_generations, "answer")} to each'
-        self.n_tokens = sum(len(prompt.tokens) for prompt in self.prompts)
         self.longest_answer = max(prompt.max_new_tokens for prompt in self.prompts)
         # A row holds at most so many answers, and padding behind them.
         self.n_starts = config.block_size // min(len(prompt.tokens) for prompt in self.prompts) + 1

@@ -101,16 +101,18 @@ def reshard(model):
             module.reshard()
 
 
-def progress(what, sizes):
+def progress(what, sizes, unit='B'):
     """
     Iterate over the keys of `sizes`, {key: bytes}, and show on rank 0 how many of the bytes are done: on a terminal by
     a bar, elsewhere, as in the log of a Slurm job, by a line now and then. Short work shows nothing.
+
+    unit: what is counted in place of bytes.
     """
     from tqdm import tqdm
 
     is_shown = os.environ.get('RANK', '0') == '0'
     total, done, said = sum(sizes.values()), 0, time.monotonic()
-    options = {'unit': 'B', 'unit_scale': True, 'delay': BAR_AFTER_S, 'leave': False}
+    options = {'unit': unit, 'unit_scale': True, 'delay': BAR_AFTER_S, 'leave': False}
     with tqdm(desc=what, total=total, disable=None if is_shown else True, **options) as bar:
         for key, size in sizes.items():
             yield key
@@ -118,7 +120,10 @@ def progress(what, sizes):
             bar.update(size)
             if is_shown and bar.disable and time.monotonic() - said >= LINE_EVERY_S:
                 said = time.monotonic()
-                print(f'{time.strftime("%H:%M:%S")} {what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB', flush=True)
+                so_far = f'{done:,} of {total:,} {unit}'
+                if unit == 'B':
+                    so_far = f'{done / 1e9:.1f} of {total / 1e9:.1f} GB'
+                print(f'{time.strftime("%H:%M:%S")} {what}: {so_far}', flush=True)
 
 
 def ranks_in_words(ranks):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import REPO, TINY_MODEL, environment, run_script
+from launch import REPO, TINY_MODEL, environment, fork_script, run_script
 
 import keys
 from configurator import Mistake, checked, closest, parse, read_knobs, run_config_file, without_effect
@@ -587,10 +587,10 @@ def test_a_rule_that_another_key_overrides_is_not_read():
 
 def test_a_run_says_it_once_for_each_key(tmp_path):
     keys = ['--dry_run', '--dataset=synthetic', '--vocab_size=97', *TINY_MODEL, f'--out_dir={tmp_path / "out"}']
-    said = run_script('train_fsdp.py', *keys, '--device=cpu', '--prefetch=0', '--kappa=0.5', '--tf32').stdout
+    said = fork_script('train_fsdp.py', *keys, '--device=cpu', '--prefetch=0', '--kappa=0.5', '--tf32')[0].stdout
     assert said.count('has no effect here') == 3
     assert 'WARNING: kappa=0.5 has no effect here, only with --optimizer=adana, ' in said
-    refused = run_script('train_fsdp.py', *keys, '--lora_dropout=0.1', check=False)
+    (refused,) = fork_script('train_fsdp.py', *keys, '--lora_dropout=0.1', check=False)
     assert refused.stderr.count('\n') == 1 and 'lora_dropout=0.1 has no effect here, only with LoRA' in refused.stderr
     command = [sys.executable, 'report.py', '--lines=3']
     with open('/dev/full', 'w') as full_disk:  # where it ends with its first line, before it has looked at anything
@@ -769,10 +769,10 @@ def test_a_mistake_of_all_ranks_is_said_once_and_once_more_in_the_summary_of_tor
 
 def test_a_script_may_be_called_through_a_link_and_without_docstrings(tmp_path):
     """What is raised in the script itself is a user's mistake there, too."""
-    (tmp_path / 'link.py').symlink_to(REPO / 'evaluate.py')
-    command = [sys.executable, '-OO', tmp_path / 'link.py', '--device=cpu']
+    (tmp_path / 'link.py').symlink_to(REPO / 'prepare_data.py')
+    command = [sys.executable, '-OO', tmp_path / 'link.py', '--tokenizer=bytes', '--vocab_size=300']
     result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert result.returncode == 1 and result.stderr.startswith('[0] error: no tasks: '), result.stderr
+    assert result.returncode == 1 and result.stderr.startswith('[0] error: vocab_size=300 is for '), result.stderr
     assert result.stderr.count('\n') == 1, result.stderr
     (tmp_path / 'train.py').symlink_to(REPO / 'train_ddp.py')  # whose keys are in keys.py, beside the script itself
     command = [sys.executable, '-OO', tmp_path / 'train.py', '--help']

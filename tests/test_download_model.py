@@ -18,7 +18,7 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from launch import REPO, environment, run_script
+from launch import REPO, environment, fork_script, run_script
 from short import slow_but
 
 COMMIT = '0123456789abcdef0123456789abcdef01234567'
@@ -187,7 +187,7 @@ def download(hub, tmp_path, *more, model='meta-llama/Tiny-Llama', check=True, **
 
 def check_folder(folder, check=True):
     """The check of a folder, which needs no network."""
-    return run_script('download_model.py', f'--model={folder}', check=check, HF_HUB_OFFLINE='1')
+    return fork_script('download_model.py', f'--model={folder}', check=check, HF_HUB_OFFLINE='1')[0]
 
 
 def error_line(result):

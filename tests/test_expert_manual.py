@@ -33,7 +33,7 @@ from layout import Ranks, Share
 from model import Experts
 from runtime import meter
 
-STEPS, BATCH, T, VOCABULARY = 20, 16, 32, 257
+STEPS, BATCH, T, VOCABULARY = 8, 16, 32, 257
 MODEL = ['--arch=qwen3', '--n_layer=2', '--n_kv_head=1', '--n_experts=8', '--router_aux=1', '--router_z=0.01']
 RUN = [*TINY_MODEL, *TINY_RUN, *MODEL, f'--global_batch_size={BATCH}', '--dtype=float32', f'--max_iters={STEPS}']
 RUN += ['--eval_interval=0', '--learning_rate=1e-3', '--keep_checkpoints=0']  # so slow that no choice comes near a tie
@@ -131,19 +131,19 @@ def name_of(*case):
     return ', '.join(case)
 
 
-def factors_of(folder, *names, steps=STEPS):
+def factors_of(folder, *names, first=0, end=STEPS):
     """{what: how many times as far from the third run, in float64, the first one is as the second one}.
 
-    names: the three runs. Compared are losses and norms of the last `steps` steps, the gradients of each of these steps
-    as one vector, and for the first step of a run also every gradient by itself.
+    names: the three runs. Compared are losses and norms of the steps behind `first`, the gradients of each of these
+    steps as one vector, and for the first step of a run also every gradient by itself. end: the runs' last step.
     """
-    factors = {}
+    factors, steps = {}, end - first
     for key in ('loss', 'grad_norm'):
         columns = [torch.tensor(column(folder / name, key)[-steps:], dtype=torch.float64) for name in names]
         assert len(columns[0]) == steps
         factors[key] = times_further(*columns)
     gradients = [torch.load(folder / f'{name}.gradients')[-steps:] for name in names]
-    for step, found in enumerate(zip(*gradients, strict=True), STEPS - steps):
+    for step, found in enumerate(zip(*gradients, strict=True), first):
         assert found[0].keys() == found[1].keys() == found[2].keys()
         if step == 0:
             factors |= {name: times_further(*(of_run[name] for of_run in found)) for name in found[0]}
@@ -165,9 +165,10 @@ def test_losses_norms_and_gradients_are_those_of_one_process(runs, layout, way, 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
-MIDDLE = 8  # of the second round
+MIDDLE, END = 8, 20  # in the second round, and in the fourth
 REPLICAS = [
     *RUN[:-1],
+    f'--max_iters={END}',
     '--learning_rate=3e-4',
     '--num_replicas=2',
     '--inner_steps=6',
@@ -239,10 +240,10 @@ def by_kind(out_dir, step):
 def test_replicas_of_shared_experts_are_those_of_one_rank_each(replicas, name):
     """Losses, norms and gradients; in checkpoints what is exchanged, moments, and in mid-round what each replica has
     learned."""
-    (replicas, gap), steps = replicas, STEPS - MIDDLE if name in MOVED else STEPS
+    replicas, gap = replicas
     assert gap > MARGIN
     runs = name, 'one', 'float64'
-    factors = factors_of(replicas, *runs, steps=steps)
+    factors = factors_of(replicas, *runs, first=MIDDLE if name in MOVED else 0, end=END)
     for step in (12, 16, 20):  # two rounds; in the middle of the third one; the end
         ours, one, exact = (by_kind(replicas / run, step) for run in runs)
         assert ours.keys() == one.keys() == exact.keys() and len(ours) == (5 if step == 16 else 4)

@@ -96,7 +96,7 @@ def one_process(data_dir, runs, has_slow_tests):
         cases.append(
             case(f'scaled_{optimizer}', 'train_ddp.py', data_dir, runs, *COMPLETEP, f'--optimizer={optimizer}')
         )
-    cases.append(case('fsdp1', 'train_fsdp.py', data_dir, runs, '--max_iters=50'))
+    cases.append(case('fsdp1', 'train_fsdp.py', data_dir, runs, '--max_iters=20'))
     cases.append(case('still', 'train_ddp.py', data_dir, runs, *STILL))
     return start(cases, 1, runs, has_slow_tests)
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chats import messages_of, write_rows
-from launch import function_of, refusals, run_many
+from launch import fork_script, function_of, refusals, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
-from precision import TIMES, apart, assert_same_run
-from prepared import error_of, prepare
+from precision import FLOOR_IN_HALF, TIMES, apart, assert_same_run, times_further
+from prepared import error_of, meta_of, prepare, tokens_of
 from pretrained import VOCABULARY, save_model
 from short import slow_but
 
@@ -26,6 +26,7 @@ from huggingface import finetune
 from logprobs import document_logps, token_logps
 from text.chat_rows import pair_of
 from text.conversations import with_one_prompt
+from text.tokenizer import tokenizer_of
 
 SEED, BLOCK, STEPS = 1337, 192, 4
 RUN = [
@@ -61,6 +62,7 @@ def folder(tmp_path_factory):
     """A tiny Llama, and 'pairs', prepared with its tokenizer, whose rows are rows_of_pairs(90); 'chats' of the same."""
     folder = tmp_path_factory.mktemp('dpo')
     save_model(folder / 'llama', 'llama', max_position_embeddings=BLOCK)
+    save_model(folder / 'wide', 'llama_64', max_position_embeddings=BLOCK)  # nf4 has blocks of 64 weights
     rows = rows_of_pairs(90)
     write_rows(folder / 'pairs.jsonl', [*rows, {'prompt': 'q', 'chosen': 'a', 'rejected': 'a'}])
     options = [f'--tokenizer={folder}/llama', '--val_fraction=0.2', '--num_proc=1']
@@ -195,6 +197,11 @@ def plain_loop(folder, beta=0.1):
 
 LORA = ['--lora_rank=4', '--learning_rate=1e-2']
 FSDP, MANUAL = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual']
+FOUR, NF4, BF16 = (
+    ['--global_batch_size=4'],
+    [*LORA, '--init_from=FOLDER/wide', '--frozen_dtype=nf4'],
+    ['--dtype=bfloat16'],
+)
 CASES = {  # name: (ranks, the case that it has to equal, keys)
     'one': (1, None, []),
     'accumulated by twos': (1, 'one', ['--batch_size=2']),
@@ -211,11 +218,25 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'fsdp 3': (3, 'one', FSDP),
     'manual 3': (3, 'one', MANUAL),
     'fsdp, recomputed': (2, 'one', [*FSDP, '--activation_checkpointing=full']),
+    'fsdp, moments on the host': (2, 'one', [*FSDP, '--cpu_offload=optimizer']),
+    'fsdp, all on the host': (2, 'one', [*FSDP, '--cpu_offload=params']),
+    'manual, all on the host': (2, 'one', [*MANUAL, '--cpu_offload=params']),
+    'one, of four': (1, None, FOUR),
+    'two copies of two halves': (4, 'one, of four', [*FSDP, *FOUR, '--replicate_size=2']),
+    'manual, two copies of two halves': (4, 'one, of four', [*MANUAL, *FOUR, '--replicate_size=2']),
+    'nf4': (1, None, NF4),
+    'fsdp, nf4': (2, 'nf4', [*FSDP, *NF4]),
+    'bf16': (1, None, BF16),
+    'fsdp, bf16': (2, 'bf16', [*FSDP, *BF16]),
 }
 SHORT = ['one', 'lora', 'the same pairs under two names', 'ddp', 'fsdp', 'manual', 'fsdp, lora']
 REFUSED = {  # name: (script, keys, what the line says)
     'text': ('train_dpo.py', ['--dataset=chats'], 'holds no pairs .*prepare_data.py --pairs'),
     'pairs as text': ('train_ddp.py', [], 'dataset=pairs holds pairs of .*train_dpo.py learns from these'),
+    'pairs for stages': ('train_pipeline.py', [], 'dataset=pairs holds pairs of .*train_dpo.py learns from these'),
+    'pairs for replicas': ('train_diloco.py', [], 'dataset=pairs holds pairs of .*train_dpo.py learns from these'),
+    'pairs for DeepSpeed': ('train_deepspeed.py', [], 'dataset=pairs holds pairs of .*train_dpo.py learns from these'),
+    'no text': ('train_dpo.py', ['--dataset=synthetic'], 'dataset=synthetic holds no pairs'),
     'validation': ('train_ddp.py', ['--dataset=chats', '--val_dataset=pairs'], 'val_dataset=pairs holds pairs of'),
     'mixed': ('train_dpo.py', ['--dataset=pairs:0.5,chats:0.5'], 'pairs holds pairs .*cannot be mixed'),
     'too long': ('train_dpo.py', ['--block_size=30'], r'since both answers .* use --block_size=\d+ or more'),
@@ -231,7 +252,7 @@ REFUSED = {  # name: (script, keys, what the line says)
 def runs(folder, has_slow_tests):
     """{name: its out_dir} of CASES, and of REFUSED what ended it, {name: text}."""
     outs, errors = {name: folder / f'run {name}' for name in CASES}, {}
-    for nproc in (1, 2, 3):
+    for nproc in (1, 2, 3, 4):
         cases = [
             {'name': name, 'script': 'train_dpo.py', 'arguments': keys_of(folder, outs[name], *keys)}
             for name, (ranks, _, keys) in CASES.items()
@@ -249,6 +270,10 @@ def test_a_run_is_equal_to_a_plain_loop(folder, runs):
     """Which has no windows, no packing, no chunks, and writes the template by hand."""
     rows, weights = plain_loop(folder)
     out = runs[0]['one']
+    assert (
+        ' reference: the log-probabilities of both answers of 72 train and 18 val pairs'
+        in (out / 'train.log').read_text()
+    )
     before, *found = metrics(out)
     assert before['val_loss'] == pytest.approx(math.log(2), abs=1e-6) and before['val_accuracy'] == 0
     assert found[0]['loss'] == pytest.approx(math.log(2), abs=1e-6) and found[0]['rewards/accuracies'] == 0
@@ -268,7 +293,12 @@ def test_a_run_is_equal_to_a_plain_loop(folder, runs):
 def test_layouts_are_equal(runs, name):
     outs, expected = runs[0], CASES[name][1]
     for fact in ('loss', 'logps/chosen', 'logps/rejected', 'val_loss'):
-        assert_same_run(column(outs[name], fact), column(outs[expected], fact), f'{name}: {fact}')
+        found, theirs = column(outs[name], fact), column(outs[expected], fact)
+        if expected == 'bf16':  # next to whose roundings a run in fp32 is exact
+            factor = times_further(found, theirs, column(outs['one'], fact), floor=FLOOR_IN_HALF)
+            assert factor <= TIMES, f'{name}: {fact}'
+        else:
+            assert_same_run(found, theirs, f'{name}: {fact}')
 
 
 def test_lora_begins_at_the_base(runs):
@@ -297,6 +327,21 @@ def test_a_killed_run_goes_on_to_the_bit_and_only_with_its_own_reference(folder,
     shutil.copy(folder / 'run fsdp' / 'metrics.jsonl', other / 'reference.npz')
     line, same = refusals([['train_dpo.py', *keys_of(folder, other)]] * 2)
     assert line == same and 'is another file than the reference that this run began with' in line
+
+
+def test_a_trained_run_is_evaluated_on_other_pairs_if_its_first_weights_are_there(folder, runs):
+    """LoRA leaves its base as it was; without LoRA the first weights are gone."""
+    new, meta = folder / 'data' / 'new', json.loads((folder / 'data' / 'pairs' / 'meta.json').read_text())
+    shutil.copytree(folder / 'data' / 'pairs', new)
+    del meta['splits']['val']  # so that the training pairs are evaluated
+    (new / 'meta.json').write_text(json.dumps(meta))
+    given = ['--eval_only', '--val_dataset=new', '--eval_iters=9']
+    fork_script('train_dpo.py', *keys_of(folder, runs[0]['lora'], *LORA, *given))
+    last = (runs[0]['lora'] / 'train.log').read_text().splitlines()[-1]
+    loss, accuracy = re.search(r' step 4 \| val loss (.*), accuracy (.*), margin ', last).groups()
+    assert float(loss) < 0.2 and float(accuracy) == 1  # with LoRA left on it would be ln 2 and 0
+    (line,) = refusals([['train_dpo.py', *keys_of(folder, runs[0]['one'], *given)]])
+    assert 'has no reference of this val data, and the weights that the run began with are gone' in line
 
 
 # --- the pieces -------------------------------------------------------------------------------------------------------
@@ -361,6 +406,19 @@ ROWS = {
         },
         ONE,
     ),
+    'a text and whole lists with ratings (argilla/ultrafeedback-binarized-preferences-cleaned)': (
+        {'source': 's', 'prompt': 'A?', 'chosen': [A, GOOD], 'chosen-rating': 5, 'rejected': [A, BAD]},
+        ONE,
+    ),
+    'whole lists and a source (Skywork/Skywork-Reward-Preference)': (
+        {'chosen': [A, GOOD], 'rejected': [A, BAD], 'source': 's'},
+        ONE,
+    ),
+    'system, input (argilla/distilabel-intel-orca-dpo-pairs)': (
+        {'system': '', 'input': 'A?', 'chosen': 'good', 'rejected': 'bad', 'generations': ['bad', 'good']},
+        ONE,
+    ),
+    'a prompt as a transcript': ({'prompt': '\n\nHuman: A?\n\nAssistant:', 'chosen': 'good', 'rejected': 'bad'}, ONE),
     'instruction and input': ({'instruction': 'A?', 'input': 'x', 'chosen': 'good', 'rejected': 'bad'}, None),
     'answers that are JSON': ({'prompt': 'A?', 'chosen': '{"a": 1}', 'rejected': '[2]'}, ([A], '{"a": 1}', '[2]')),
     'lists as JSON': ({'chosen': json.dumps([A, GOOD]), 'rejected': json.dumps([A, BAD])}, ONE),
@@ -389,6 +447,7 @@ def test_rows_that_people_have(name):
         ({'chosen': [A, GOOD], 'rejected': [A]}, 'an empty answer'),
         ({'chosen': [A, GOOD], 'rejected': [{**A, 'content': 'C?'}, BAD]}, 'different prompts'),
         ({'chosen': 'a', 'rejected': 'b'}, 'without what they answer'),
+        ({'trajectory': SHAREGPT, 'chosen': 'a', 'rejected': 'b'}, 'without what they answer'),  # UltraInteract_pair
         ({'prompt': 'A?', 'chosen': 'a'}, "without the field 'rejected'"),
         ({'prompt': 'A?', 'completion': 'a', 'label': True}, 'single answers: join a good and a bad one'),
     ],
@@ -396,6 +455,49 @@ def test_rows_that_people_have(name):
 def test_rows_that_are_no_pairs(row, reason):
     with pytest.raises(ValueError, match=reason):
         pair_of(row)
+
+
+OTHER_SHAPES = {  # public data sets whose two answers have other names
+    'PKU-SafeRLHF': {'prompt': 'A?', 'response_0': 'good', 'response_1': 'bad', 'better_response_id': 0},
+    'HelpSteer3': {'context': [A], 'response1': 'good', 'response2': 'bad', 'overall_preference': -2},
+    'SHP': {'history': 'A?', 'human_ref_A': 'good', 'human_ref_B': 'bad', 'labels': 1},
+}
+
+
+def test_pairs_under_other_names_are_refused_with_the_names_to_give_them(tmp_path):
+    (tmp_path / 'rows').mkdir()
+    for name, row in OTHER_SHAPES.items():
+        write_rows(tmp_path / 'rows' / f'{name}.jsonl', [row, row])
+    line = error_of(tmp_path, '--pairs', f'--dataset={tmp_path}/rows', '--tokenizer=bytes')
+    for name, row in OTHER_SHAPES.items():
+        assert re.search(f'{name}.jsonl: no pairs: .* chosen, .* rejected, .* prompt; it has: {", ".join(row)}', line)
+
+
+def test_good_and_bad_answers_with_a_label_are_joined_to_pairs_of_one_prompt(tmp_path):
+    """As in KTO's data sets. All pairs of a prompt are in the same split."""
+    rows = [
+        {'prompt': f'{prompt}?', 'completion': f'{"good" if label else "bad"} {n}', 'label': label}
+        for prompt in range(20)
+        for n, label in ((1, True), (2, True), (1, False), (2, False), (3, True))  # the third has no partner
+    ]
+    random.Random(0).shuffle(rows)
+    write_rows(tmp_path / 'labelled.jsonl', [*rows, {'prompt': 'B?', 'completion': 'good', 'label': 'yes'}])
+    options = ['--pairs', f'--dataset={tmp_path}/labelled.jsonl', '--tokenizer=bytes', '--num_proc=1', '--name=kto']
+    said = prepare(tmp_path, *options, '--val_fraction=0.3').stdout
+    assert '40 pairs of a good and a bad answer' in said and 'opposite one, to be a pair, left out (20)' in said
+    assert 'label is neither true nor false, left out (1)' in said
+    prompts, dataset = {}, tmp_path / 'data' / 'kto'
+    for split in ('train', 'val'):
+        text = tokenizer_of(dataset).decode(tokens_of(dataset, split))
+        found = re.findall(r'>(\d+)\?(good|bad) (\d)<', text)
+        chosen, rejected = found[::2], found[1::2]
+        assert [row[0] for row in chosen] == [row[0] for row in rejected]
+        assert {row[1] for row in chosen} == {'good'} and {row[1] for row in rejected} == {'bad'}
+        assert len({*found}) == len(found) == meta_of(dataset)['splits'][split]['documents']
+        prompts[split] = {row[0] for row in found}
+    assert len(prompts['train'] | prompts['val']) == 20 and not prompts['train'] & prompts['val']
+    write_rows(tmp_path / 'labelled.jsonl', [row for row in rows if row['label']])
+    assert 'all 60 rows are left out: rows with a label' in error_of(tmp_path, *options[:-1], '--name=good')
 
 
 def test_numbers_of_messages_and_what_no_template_writes_make_no_difference():
@@ -418,6 +520,7 @@ def test_pairs_of_a_tokenizer_without_a_template(folder):
     mixture = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream'}, 'train')
     (source,) = mixture.sources
     assert source.n_targets.sum() == 20 and mixture.has_starts
+    assert f'the longest pair, both answers with their prompts, has {source.longest} tokens' in said
     unpacked = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream', 'packing': False}, 'train')
     assert unpacked.n_windows == 20 and unpacked.sources[0].n_targets.tolist() == [1] * 20 and unpacked.has_starts
 

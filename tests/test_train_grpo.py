@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from chats import write_rows
 from launch import function_of, run_function, run_many
-from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
+from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics
 from precision import apart, assert_same_run
 from pretrained import save_model
 from short import slow_but
@@ -28,7 +28,7 @@ SEED, BLOCK, STEPS, PROMPTS, GROUP, LONGEST = 1337, 40, 4, 6, 4, 8
 RUN = [f'--seed={SEED}', f'--block_size={BLOCK}', f'--prompts_per_step={PROMPTS}', f'--num_generations={GROUP}']
 RUN += ['--batch_size=2', f'--max_iters={STEPS}', '--warmup_iters=0', '--device=cpu', '--dtype=float32', '--beta2=0.95']
 RUN += ['--learning_rate=1e-3', '--lr_schedule=constant', '--weight_decay=0', '--log_interval=1', '--compile=False']
-RUN += ['--checkpoint_interval=2', '--eval_tasks_interval=2']
+RUN += ['--checkpoint_interval=2']
 OF_ANSWERS = 'reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio'.split()
 RIGHT, ENDS = [*'abcdefghijklmnop'], [*'ABCDEFGHIJKLMNOPQRST']  # right has a letter of these before one of those
 TASK = {'answer': RIGHT, 'rule': 'contains', 'stop': ENDS, 'max_new_tokens': LONGEST}
@@ -42,7 +42,7 @@ def rows_of_prompts(n=20):
 def folder(tmp_path_factory):
     """A tiny Llama, whose answers are noise, and prompts.jsonl, where about a third of such answers is right."""
     folder = tmp_path_factory.mktemp('grpo')
-    save_model(folder / 'llama', 'llama', max_position_embeddings=64)
+    save_model(folder / 'llama', 'llama_64', max_position_embeddings=64)
     write_rows(folder / 'prompts.jsonl', rows_of_prompts())
     write_rows(folder / 'choices.jsonl', [{'context': 'a', 'choices': ['b', 'c'], 'gold': 0}])
     write_rows(folder / 'long.jsonl', [{'prompt': 'a' * BLOCK, **TASK}])
@@ -134,7 +134,7 @@ def written(model, prompt, generator, temperature):
 
 
 def plain_loop(folder, temperature=1.0, iterations=1):
-    """([[text, reward] of the first group of each step], metrics, weights) of a run, by transformers alone."""
+    """([[text, reward] of the first group of each step], metrics) of a run, by transformers alone."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / 'llama', dtype=torch.float32)
@@ -177,7 +177,7 @@ def plain_loop(folder, temperature=1.0, iterations=1):
             'clip_ratio/region_mean': np.mean(clipped),
         }
         found.append({'grad_norm': norm, **({'entropy': np.mean(surprise)} if iterations == 1 else {}), **mean})
-    return shown, found, model.state_dict()
+    return shown, found
 
 
 LORA = ['--lora_rank=4', '--learning_rate=1e-2']
@@ -206,6 +206,8 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'fsdp 3': (3, 'one', FSDP),
     'hsdp': (4, 'even', [*FSDP, '--replicate_size=2', '--prompts_per_step=4']),
     'even': (1, None, ['--prompts_per_step=4']),
+    'nf4': (1, None, [*LORA, '--frozen_dtype=nf4']),
+    'stage 2, nf4': (2, 'nf4', [*STAGE_2, *LORA, '--frozen_dtype=nf4']),
 }
 SHORT = ['one', 'unpacked', 'written by fives', 'lora', 'twice', 'ddp', 'fsdp', 'stage 2', 'fsdp, lora']
 OF_ONE = ['--out_dir=FOLDER/run one']  # which they would resume
@@ -257,7 +259,7 @@ def rollouts_of(out):
 @pytest.mark.parametrize(('name', 'temperature', 'iterations'), [('one', 1.0, 1), ('twice', 0.7, 2)])
 def test_a_run_is_equal_to_a_plain_loop(folder, runs, name, temperature, iterations):
     """Which writes without a cache, one answer after the other, and has no rows, no packing and no chunks."""
-    shown, rows, weights = plain_loop(folder, temperature, iterations)
+    shown, rows = plain_loop(folder, temperature, iterations)
     out = runs[0][name]
     found = metrics(out)
     assert [[[one['text'], one['reward']] for one in row['answers']] for row in rollouts_of(out)] == shown
@@ -266,8 +268,6 @@ def test_a_run_is_equal_to_a_plain_loop(folder, runs, name, temperature, iterati
             assert row[fact] == pytest.approx(value, rel=apart(step)), (step, fact)
     assert 0 < min(row['reward'] for row in found) and 0 < found[0]['completions/clipped_ratio'] < 1
     assert iterations == 1 or any(row['clip_ratio/region_mean'] for row in found)
-    ours = weights_of(out, STEPS)
-    assert max((ours[name] - weights[name]).abs().max().item() for name in ours) < 3e-5
 
 
 @pytest.mark.parametrize('name', slow_but(SHORT, [name for name, case in CASES.items() if case[1]]))

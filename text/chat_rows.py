@@ -38,6 +38,7 @@ CONTEXTS = ('input', 'context')  # beside a question: the text that it is about
 SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list: the system message
 CHOICES = ('choices', 'options')  # beside a question that cannot be answered without them
 PREFERENCES = ('chosen', 'rejected')  # as the fields of a source they say that its rows are pairs
+LABELLED = ('prompt', 'completion', 'label')  # an answer, and whether it is a good one (KTO): two make a pair
 ASKED = ('prompt', 'question', 'instruction', 'query', 'input')  # beside a pair: what both of its answers answer
 # A conversation as one text, as in Anthropic's HH.
 TRANSCRIPT = re.compile(r'(?:^|\n\n)(Human|Assistant):')
@@ -203,6 +204,24 @@ def pair_of(row):
     return json.dumps({'chosen': chosen, 'rejected': rejected}, ensure_ascii=False)
 
 
+def labelled_of(row):
+    """A row with LABELLED as JSON text: [what is asked, as JSON; the answer; whether it is a good one]. Raises
+    ValueError with the reason if it is none."""
+    if not isinstance(row, dict) or not are_labelled(row):
+        raise ValueError(f'rows that lack one of the fields {", ".join(LABELLED)}')
+    if row['label'] not in (0, 1):
+        raise ValueError('rows whose label is neither true nor false')
+    asked = {name: row[name] for name in ('prompt', *BESIDE_MESSAGES) if row.get(name) is not None}
+    return json.dumps([json.dumps(asked), row['completion'], bool(row['label'])])
+
+
+def prompt_of(pair):
+    """The messages before the answers of a pair that pair_of() returned, as JSON. pair: bytes."""
+    messages = json.loads(pair)['chosen']['messages']
+    first = next(number for number, message in enumerate(messages) if is_learned(message, number))
+    return json.dumps(messages[:first]).encode()
+
+
 def _differ(one, other):
     """Whether two messages say different things; a number of their own in a row, or a weight, is nothing said."""
     return any(one.get(key) != other.get(key) for key in SAID)
@@ -260,9 +279,16 @@ def fields_read(names, fields=()):
 
 def has_chat_fields(names, fields=()):
     """Whether these field names include those of a conversation."""
+    if fields == PREFERENCES and are_labelled(names):
+        return True
     if fields:
         return {*fields} <= {*names}
     return any(name in names for name in LISTS) or any(all(name in names for name in pair) for pair in PAIRS)
+
+
+def are_labelled(names):
+    """Whether rows with these fields are single answers with a label, and no pairs."""
+    return {*LABELLED} <= {*names} and not {*PREFERENCES} & {*names}
 
 
 def holds_conversation(row):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from system.errors import one_line
-from text.chat_rows import reason_against_text, row_of
+from text.chat_rows import labelled_of, reason_against_text, row_of
 from text.sources import (
     COMPRESSED,
     IN_BRACES,
@@ -36,6 +36,7 @@ UNIT_BYTES = 1 << 20  # the work that a worker gets at a time; tokenizing it tak
 PIECE_BYTES = 1 << 19  # read at a time; long texts are cut after about so much, so it decides where stretches begin
 HEAD_BYTES = 1 << 16  # the start of a document, whose hash chooses the split; a text's pieces are never shorter
 ROWS_AT_ONCE = 128  # of columnar files: half a MB if documents have 4 kB
+WITHOUT_OTHER = 'rows with a label whose prompt has no more answers with the opposite one, to be a pair'
 JSON_BYTES = 1 << 24  # .json files up to this size are parsed as a whole, longer lists element by element
 
 
@@ -516,6 +517,25 @@ def all_strings(value):
             seen.add(id(value))  # YAML's aliases are read once each, so that loops and towers of them end
             left += reversed([*value.values()] if isinstance(value, dict) else value)
     return '\n'.join(strings)
+
+
+def write_pairs(source, path, notes):
+    """Join the answers with a label in a source to pairs of a good and a bad one to the same prompt, and write these as
+    lines of JSON. Reads the whole source, and keeps in memory what waits for its other half. Returns how many pairs."""
+    waiting, n_pairs = collections.defaultdict(collections.deque), 0  # {(what is asked, label): [answer, ...]}
+    with open(path, 'w', encoding='utf-8') as file:
+        for piece in itertools.chain.from_iterable(unit.pieces for unit in units_of(source)):
+            for document in documents_of(piece, None, notes, labelled_of):
+                asked, answer, label = json.loads(document)
+                if others := waiting[asked, not label]:
+                    good, bad = (answer, others.popleft()) if label else (others.popleft(), answer)
+                    file.write(json.dumps({**json.loads(asked), 'chosen': good, 'rejected': bad}) + '\n')
+                    n_pairs += 1
+                else:
+                    waiting[asked, label].append(answer)
+    if n_left := sum(map(len, waiting.values())):
+        notes[f'{source.description["name"]}: {WITHOUT_OTHER}, left out'] += n_left
+    return n_pairs
 
 
 def left_out_of(notes):

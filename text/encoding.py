@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from text.chat_rows import PREFERENCES, conversation_of, pair_of
+from text.chat_rows import PREFERENCES, conversation_of, pair_of, prompt_of
 from text.conversations import ChatEncoder, TextEncoder, template_of
 from text.documents import cut_up, documents_of
 from text.engine import faster
@@ -57,7 +57,7 @@ class Encoded(NamedTuple):
     documents: int  # how many end in this unit; for conversations, the number of examples
     text_bytes: int
     flags: np.ndarray | None = None  # for conversations: uint8, LEARNED and FIRST
-    longest: int = 0  # tokens of the longest conversation
+    longest: int = 0  # tokens of the longest conversation or pair
     hashes: np.ndarray | None = None  # with dedup: uint64 of each document, 0 for a stretch of a longer one
     sizes: np.ndarray | None = None  # with dedup: int64 (documents, 2), tokens and bytes of each
 
@@ -206,11 +206,13 @@ def conversations_in(pieces, rules):
     left out): what encode_unit() would keep."""
     notes = collections.Counter()
     kept = _conversations(pieces, rules, notes)
-    return [(hash_of(piece, document, rules.seed), len(document)) for piece, document, _ in kept], notes
+    return [(hash_of(piece, head, rules.seed), size) for piece, head, size, _ in kept], notes
 
 
 def _conversations(pieces, rules, notes):
-    """Yield (piece, conversation, its examples), and count in the notes what is left out."""
+    """Yield (piece, what the hash is of, bytes, its examples) of each conversation, and count in the notes what is left
+    out. The hash is of the conversation, of a pair that of its prompt: other answers to a prompt on which a model was
+    trained would be no validation."""
     chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
     are_pairs = rules.chat_fields == PREFERENCES
     as_conversation = pair_of if are_pairs else functools.partial(conversation_of, fields=rules.chat_fields)
@@ -222,14 +224,14 @@ def _conversations(pieces, rules, notes):
             except ValueError as reason:
                 notes[f'{piece.origin}: {reason}, left out'] += 1
             else:
-                yield piece, document, found
+                yield piece, prompt_of(document) if are_pairs else document, len(document), found
 
 
 def _encode_conversations(pieces, rules, notes):
     tokenizer = worker_tokenizer(rules.tokenizer, rules.folder, 'reference')[0]
     examples = collections.defaultdict(list)  # split -> (ids, flags, text)
-    for piece, document, found in _conversations(pieces, rules, notes):
-        examples[split_of(piece, document, rules.seed, rules.val_hashes)] += found
+    for piece, head, _, found in _conversations(pieces, rules, notes):
+        examples[split_of(piece, head, rules.seed, rules.val_hashes)] += found
         notes[CONVERSATIONS] += 1
         if len(found) > 1 and rules.chat_fields != PREFERENCES:
             notes[READ_AGAIN] += sum(len(ids) for ids, _, _ in found[:-1])
@@ -237,12 +239,15 @@ def _encode_conversations(pieces, rules, notes):
     result = {}
     for split, found in examples.items():
         ids, flags, texts = zip(*found, strict=True)
+        sizes = [len(one) for one in ids]
+        if rules.chat_fields == PREFERENCES:  # both answers of a pair stand in one window
+            sizes = [chosen + rejected - 1 for chosen, rejected in zip(sizes[::2], sizes[1::2], strict=True)]
         result[split] = Encoded(
             tokens=_as_shards_hold_it(np.concatenate(ids), tokenizer),
             documents=len(found),
             text_bytes=sum(len(text.encode()) for text in texts),
             flags=np.concatenate(flags),
-            longest=max(map(len, ids)),
+            longest=max(sizes),
         )
     return result
 

@@ -19,17 +19,14 @@ def peek(dataset, data_dir, n_windows=8, n_tokens=256, n_chats=2):
     conversations, print the first ones whole, with what is learned in brackets."""
     keys = {'dataset': dataset, 'data_dir': data_dir, 'dataset_stages': (), 'windows': 'stream'}
     metas = [read_meta(Path(data_dir, name)) for name in names_in(parse_stages(keys))]
-    longest = max(
-        (meta['splits']['train']['longest'] * (2 if meta.get('pairs') else 1) for meta in metas if meta.get('masked')),
-        default=None,
-    )
+    longest = max((meta['splits']['train']['longest'] for meta in metas if meta.get('masked')), default=None)
     if longest:  # cut no conversation; text goes together with conversations only as documents
         keys['windows'] = 'documents'
     length = longest or n_tokens
     mixture = data.open_mixture({**keys, 'block_size': length, 'vocab_size': None}, 'train')
     mixture.plan(1, n_windows)
     decode = tokenizer_of(data.folder_of(keys)).decode
-    as_long = ', as long as the longest conversation' if longest else ''
+    as_long = f', as long as the longest {"pair" if metas[0].get("pairs") else "conversation"}' if longest else ''
     print(f'windows of {counted(length, "token")}{as_long}; those of a run have its --block_size')
     for number, window in zip(*mixture.locate(np.arange(n_windows), seed=1337), strict=True):
         source = mixture.sources[number]

@@ -30,12 +30,12 @@ from text.chat_rows import (
     CHAT_FIELDS,
     KEYS_OF_MESSAGES,
     NO_CONVERSATIONS,
-    ONE_ANSWER,
     OTHER_FIELDS,
     PARTS_OF_TREES,
     PREFERENCE_PAIRS,
     PREFERENCES,
     TREE,
+    are_labelled,
     fields_read,
     has_chat_fields,
     holds_conversation,
@@ -101,6 +101,7 @@ class Source:
     text_field: str | None = None
     chat: bool = False  # its rows are conversations
     chat_fields: tuple = ()  # the fields of a conversation, if the user has named them
+    labelled: bool = False  # its rows are single answers with a label, of which write_pairs() makes pairs
     line: str | None = None  # a line that says how its rows are read
     skipped: list = field(default_factory=list)  # lines 'file: reason'; before them, how many are hidden or empty
     stream: object = None  # datasets.IterableDataset
@@ -314,7 +315,8 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     description = {'name': name, 'files': len(parts), 'bytes': n_bytes, 'sha256': digest.hexdigest()}
     if tail_fraction is not None:
         parts = _cut_tail(parts[0], tail_fraction)
-    source = Source(description, parts, n_bytes, text_field, chat, chat_fields, skipped=skipped)
+    labelled = chat_fields == PREFERENCES and are_labelled(names)
+    source = Source(description, parts, n_bytes, text_field, chat, chat_fields, labelled, skipped=skipped)
     # A .json file of one object, beside other files, may be settings.
     are_rows = {'jsonl': 1, 'json': 2 if len(found) > 1 else 1}
     lists = [rows for part, _, rows in found if len(rows) >= are_rows.get(part.kind, sys.maxsize)]
@@ -365,7 +367,7 @@ def _no_conversations(fields, chat_fields):
     """Why rows with these fields cannot be read as conversations."""
     wanted = f'no conversations ({", ".join(chat_fields)})' if chat_fields else NO_CONVERSATIONS
     if chat_fields == PREFERENCES:
-        wanted = f'no pairs (chosen and rejected){f"; {ONE_ANSWER}" if "label" in fields else ""}'
+        wanted = 'no pairs: give the better answer the name chosen, the worse one rejected, what both answer prompt'
     return wanted + (f'; it has: {_listed(fields)}' if fields else '')
 
 
@@ -394,7 +396,12 @@ def _how_read(source, names, rows, said_text):
         others = [name for name in names if name not in read]
         aside = f'; not read: {_listed(others)}' if others else ''
         if source.chat_fields == PREFERENCES:
-            return f'rows are pairs of a better and a worse answer, by their {", ".join(read)}{aside}'
+            what = (
+                'good and bad answers, to be joined to pairs'
+                if source.labelled
+                else 'pairs of a better and a worse answer'
+            )
+            return f'rows are {what}, by their {", ".join(read)}{aside}'
         return f'rows are conversations, by their {", ".join(read)}{aside} (--chat=False learns all strings as text)'
     without = next((row for row in rows if not isinstance(row.get('text'), str)), None)
     if said_text or without is None:
@@ -794,7 +801,8 @@ def stream_source(stream, description, text_field=None, chat=None, chat_fields=(
     parts = [Part(str(shard), 'stream') for shard in range(stream.num_shards)]
     splits = stream.info.splits or {}
     n_rows = splits[description['split']].num_examples if description['split'] in splits else None
-    source = Source(description, parts, n_rows, text_field, bool(chat), chat_fields)
+    labelled = chat_fields == PREFERENCES and are_labelled(names)
+    source = Source(description, parts, n_rows, text_field, bool(chat), chat_fields, labelled)
     source.line = _how_read(source, names, [], True)
     source.stream = stream.select_columns(source.columns(names)).with_format('arrow')
     return source

@@ -54,7 +54,8 @@ def print_summary(meta, folder, config):
         if meta.get('masked'):
             share = totals['learned_tokens'] / totals['tokens']
             print(f'       learned: {totals["learned_tokens"]:,} of them ({share:.1%})', end='; ')
-            print(f'the longest conversation has {totals["longest"]:,} tokens')
+            what = 'pair, both answers with their prompts,' if meta.get('pairs') else 'conversation'
+            print(f'the longest {what} has {totals["longest"]:,} tokens')
         if split == 'val' and totals.get('learned_tokens', totals['tokens']) < FEW_TOKENS:
             print('       a loss over so few tokens is noisy: more with a larger --val_fraction, and another --name')
     reasons = meta.get('left_out', {})

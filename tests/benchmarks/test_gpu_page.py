@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,29 +24,43 @@ def code(name, program, needs=None, read=lambda text, output: {'said': text.stri
 # --- running checks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_name_that_no_check_has_is_refused(tmp_path):
-    result = run_script('benchmarks/gpu.py', '--device=cpu', '--only=nosuch', f'--out={tmp_path}', check=False)
-    assert result.returncode == 2 and '--only=nosuch: no check has such a name; there are: versions; start; ' in (
-        result.stderr
-    )
+@pytest.fixture
+def bench_of(monkeypatch, capsys):
+    """bench_of(*arguments): benchmarks/gpu.py itself, in this process; returns (exit code, stdout, stderr)."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, 'argv', ['gpu.py', '--device=cpu', *arguments])
+        try:
+            code = gpu.main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    yield run
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
-def test_checks_leave_results_and_a_page_and_a_second_call_does_those_that_were_left_out(tmp_path):
-    arguments = ['--device=cpu', '--only=versions|exact ddp', f'--out={tmp_path}']
-    none = run_script('benchmarks/gpu.py', *arguments, '--budget=0').stdout
+def test_a_name_that_no_check_has_is_refused(bench_of, tmp_path):
+    code, _, said = bench_of('--only=nosuch', f'--out={tmp_path}')
+    assert code == 2 and '--only=nosuch: no check has such a name; there are: versions; start; ' in said
+
+
+def test_checks_leave_results_and_a_page_and_a_second_call_does_those_that_were_left_out(bench_of, tmp_path):
+    arguments = ['--only=versions|exact ddp', f'--out={tmp_path}']
+    _, none, _ = bench_of(*arguments, '--budget=0')
     assert none.count('left out: ') == 4 and ' ok ' not in none  # the fourth are clocks and power
     assert (
         'left out: versions, 0 s are left, it takes about 15' in none and 'left out: exact ddp, it needs start' in none
     )
     assert 'Checks passed: 0 of 0, left out: 3.' in (tmp_path / 'gpu.md').read_text()
-    first = run_script('benchmarks/gpu.py', *arguments).stdout
-    assert first.count(' ok ') == 3 and 'FAILED' not in first
+    code, first, _ = bench_of(*arguments)
+    assert code == 0 and first.count(' ok ') == 3 and 'FAILED' not in first
     page = (tmp_path / 'gpu.md').read_text()
     assert f'torch {torch.__version__}' in page and 'Checks passed: 3 of 3, left out: 0.' in page
-    assert ' ok ' not in run_script('benchmarks/gpu.py', *arguments).stdout
+    assert ' ok ' not in bench_of(*arguments)[1]
     (tmp_path / 'start.json').write_text('{"error": "no GPU"}')
-    failed = run_script('benchmarks/gpu.py', *arguments, check=False)
-    assert failed.returncode == 1 and '- start: `no GPU`' in (tmp_path / 'gpu.md').read_text()
+    assert bench_of(*arguments)[0] == 1 and '- start: `no GPU`' in (tmp_path / 'gpu.md').read_text()
 
 
 def test_checks_run_side_by_side_with_their_share_of_the_cores_and_after_those_that_they_need(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_function, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, environment, fork_script, run_function
 from outputs import column
 
 import deepspeed_engine
@@ -113,6 +113,9 @@ def test_long_work_says_on_rank_0_how_far_it_is(monkeypatch, capsys):
         assert list(processes.progress('loading it', sizes)) == list(sizes)
         shown = capsys.readouterr().out.splitlines()
         assert [re.fullmatch(r'\d\d:\d\d:\d\d loading it: (.*)', line)[1] for line in shown] == lines
+    monkeypatch.setenv('RANK', '0')
+    assert list(processes.progress('reading', {'a': 2000, 'b': 1}, unit='pairs')) == ['a', 'b']
+    assert capsys.readouterr().out.splitlines()[0].endswith(' reading: 2,000 of 2,001 pairs')
 
 
 def test_a_terminal_shows_a_bar(monkeypatch):
@@ -204,7 +207,8 @@ def wait_for_rank_0(folder, patience_s):
     store = dist.FileStore(f'{folder}/short_{patience_s}', 2)
     rank = dist.get_rank()
     dist.destroy_process_group()
-    dist.init_process_group('gloo', store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    dist.init_process_group('gloo', store=store, rank=rank, world_size=2)  # with time for ranks that start late
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     try:
         return collectives.on_rank_0(lambda: time.sleep(3) or 'read', patience_s=patience_s)
     except RuntimeError as error:
@@ -335,8 +339,8 @@ def test_tf32_and_deterministic_set_what_they_say(monkeypatch):
 
 def test_a_run_without_a_compiler_says_so_and_goes_on(data_dir, tmp_path):
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={tmp_path}']
-    result = run_script('train_ddp.py', *keys, '--compile', '--max_iters=2', CXX='no-such-compiler')
-    assert 'no C compiler' in result.stdout and column(tmp_path, 'step') == [1, 2]
+    (rank,) = fork_script('train_ddp.py', *keys, '--compile', '--max_iters=2', CXX='no-such-compiler')
+    assert 'no C compiler' in rank.stdout and column(tmp_path, 'step') == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -398,5 +402,5 @@ sys.argv[0] = {str(REPO / 'train_ddp.py')!r}
 runpy.run_path(sys.argv[0], run_name='__main__')
 """)
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={tmp_path / "out"}']
-    run_script(tmp_path / 'wrapper.py', *keys, '--compile', '--max_iters=2', nproc=2)
+    fork_script(tmp_path / 'wrapper.py', *keys, '--compile', '--max_iters=2', nproc=2)
     assert column(tmp_path / 'out', 'step') == [1, 2]
