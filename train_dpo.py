@@ -200,7 +200,6 @@ while step < config.max_iters and not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = numbers.must_skip(step + 1, step_loss, pairs, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)  # GradScaler hands skip on to opt.step()
-    optim.balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

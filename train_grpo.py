@@ -98,15 +98,15 @@ def advantages_of(rewards):
     return ahead
 
 
-def weight_of(n, tokens):
-    """What a token counts in an answer of n tokens. tokens: of all answers of the step, on all ranks.
+def weight_of(n, n_tokens):
+    """What a token counts in an answer of n tokens. n_tokens: of all answers of the step, on all ranks.
 
     dapo (arXiv 2503.14476): all tokens alike. grpo: all answers alike, so that a token of a long wrong answer costs
     little, and wrong answers grow. dr_grpo (arXiv 2503.20783): as dapo, but the sum does not depend on the lengths.
     """
     answers = config.prompts_per_step * config.num_generations
     if config.loss_type == 'dapo':
-        return 1 / tokens
+        return 1 / n_tokens
     return 1 / (answers * (n if config.loss_type == 'grpo' else run.train_data.longest_answer))
 
 
@@ -154,15 +154,15 @@ while step < config.max_iters and not watch.must_stop:
         beat = functools.partial(watch.at, 'rollout', step + 1)  # a rank that still writes does not hang
         groups = write_groups(model if is_sharded else raw_model, run, step, beat)  # [[Answer] of each of its prompts]
     advantages = advantages_of(torch.tensor([[answer.reward for answer in group] for group in groups]))
-    tokens = record.count(groups)  # of the answers to learn from, on all ranks
+    n_tokens = record.count(groups)  # of the answers to learn from, on all ranks
     documents = [
-        (run.train_data.prompts[answer.prompt].tokens, answer.ids, advantage, weight_of(len(answer.ids), tokens))
+        (run.train_data.prompts[answer.prompt].tokens, answer.ids, advantage, weight_of(len(answer.ids), n_tokens))
         for answer, advantage in zip(sum(groups, []), advantages.flatten().tolist(), strict=True)
         if advantage and not (config.mask_truncated and answer.is_cut)  # without an advantage there is no gradient
     ]
     batches = micro_batches(documents, run)  # packed into rows; equally many batches on each rank
 
-    old = [None] * len(batches)  # log-probabilities of the targets under the weights that wrote them
+    old = [None] * len(batches)  # log-probabilities under the weights that wrote the answers, from the first iteration
     for iteration in range(config.num_iterations):
         step_loss = torch.zeros((), device=device)
         for micro_step, (x, y, starts, advantage, weight) in enumerate(batches):

@@ -6,7 +6,8 @@ How fast is train_dpo.py beside TRL's DPOTrainer? Both start from the same weigh
 
 The pairs are made of random words: prompts of 20 to 60, answers of 20 to 120. TRL knows the log-probabilities of the
 reference before the first step, as ours does (precompute_ref_log_probs), so neither has a second model in its steps.
-Both have fp32 weights, autocast for bfloat16, AdamW and no recomputation, and a row for each answer (TRL) or pair (ours).
+Both have fp32 weights, autocast for bfloat16, AdamW and no recomputation; TRL has a row for each answer, ours for each
+pair.
 Every other round goes through the two in reverse order; a ratio is taken within a round. Tokens are those of both
 answers with their prompts, without padding; a run's tokens/s are the median over its steps without the first two.
 """

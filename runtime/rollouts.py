@@ -96,7 +96,8 @@ def reward_of(items, wanted):
 
 
 def open_prompts(run):
-    """Read what --prompts names, in the place of a dataset. Raises ValueError for keys that do not fit."""
+    """Read what --prompts names, in the place of a dataset, and fill in the keys global_batch_size and eval_iters. Raises
+    ValueError for keys that do not fit."""
     config, answers = run.config, run.config.prompts_per_step * run.config.num_generations
     if not config.prompts:
         raise ValueError(
@@ -238,13 +239,13 @@ class Record:
         config, sums = self.run.config, self.sums.tolist()
         dist.all_reduce(self.of_tokens)
         surprise, clipped, learned = self.of_tokens.tolist()
-        prompts, answers = config.prompts_per_step, config.prompts_per_step * config.num_generations
+        n_prompts, n_answers = config.prompts_per_step, config.prompts_per_step * config.num_generations
         row = {
-            'reward': sums[0] / answers,
-            'reward_std': sums[1] / prompts,
-            'frac_reward_zero_std': sums[2] / prompts,
-            'completions/mean_length': sums[3] / answers,
-            'completions/clipped_ratio': sums[4] / answers,
+            'reward': sums[0] / n_answers,
+            'reward_std': sums[1] / n_prompts,
+            'frac_reward_zero_std': sums[2] / n_prompts,
+            'completions/mean_length': sums[3] / n_answers,
+            'completions/clipped_ratio': sums[4] / n_answers,
         }
         if learned:
             row |= {'entropy': surprise / learned, 'clip_ratio/region_mean': clipped / learned}
