@@ -96,8 +96,8 @@ def reward_of(items, wanted):
 
 
 def open_prompts(run):
-    """Read what --prompts names, in the place of a dataset, and fill in the keys global_batch_size and eval_iters. Raises
-    ValueError for keys that do not fit."""
+    """Read what --prompts names, in the place of a dataset; fill in global_batch_size and eval_iters. Raises ValueError
+    for keys that do not fit."""
     config, answers = run.config, run.config.prompts_per_step * run.config.num_generations
     if not config.prompts:
         raise ValueError(
