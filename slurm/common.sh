@@ -135,7 +135,7 @@ SAME_RESULT=' resume eval_interval eval_iters eval_tasks eval_tasks_interval eva
  wandb_log wandb_project wandb_group wandb_run_name tensorboard_log data_dir trust_remote_code
  max_iters num_epochs device compile deterministic activation_checkpointing timeout_s stop_before_end_s max_failures max_bad_steps strategy fsdp_impl zero_stage
  context_parallel context_impl tensor_parallel expert_parallel pipeline_stages pipeline_chunks replicate_size cpu_offload accumulate blocks_per_unit prefetch outer_on_host plan verify exchange quorum grace_s
- keep_deltas replay '
+ keep_deltas replay generation_batch_size '
 
 # A name for a run without --out_dir: the config file's, and the keys that make it another run than that file's. So the
 # same command continues a run, also with --timeout_s=900, and another learning rate is another run.
