@@ -46,7 +46,7 @@ from torch import nn
 
 import optim
 from layout import FP32, counted, numbers
-from model import GPT, LLAMA_STYLE, ModelConfig
+from model import GPT, LLAMA_STYLE
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
 
@@ -56,17 +56,10 @@ Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'bac
 
 def check(keys, layout, shape):
     """
-    Lines for the log. Raises ValueError for a model that cannot be cut, and unless every part has a block and there are
-    enough micro-steps. With several chunks their number must be a multiple of the stages, which otherwise would wait
-    for each other in the order of arXiv 2104.04473.
+    Lines for the log. Raises ValueError unless every part has a block and there are enough micro-steps. With several
+    chunks their number must be a multiple of the stages, which otherwise would wait for each other in the order of
+    arXiv 2104.04473.
     """
-    if not isinstance(shape, ModelConfig):
-        from huggingface import native
-
-        raise ValueError(
-            f"init_from={keys['init_from']}: transformers' class is not cut into stages: use train_fsdp.py, "
-            f'or --native=True for what model.py computes ({", ".join(native.SAME_AS)})'
-        )
     if shape.n_experts:
         raise ValueError(
             f'n_experts={shape.n_experts}: train_pipeline.py has no mixtures of experts: use train_fsdp.py'

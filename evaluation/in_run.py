@@ -147,7 +147,8 @@ def encoder_of_run(keys, pretrained):
     try:
         return NativeEncoder(tokenizer_of(data.folder_of(keys)), keys.get('windows'))
     except (ValueError, OSError) as error:
-        raise ValueError(f'what the model writes needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
+        given = 'prompts' if 'prompts' in keys else 'eval_tasks'
+        raise ValueError(f'{given} needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
 
 
 def tasks_of(keys, layout, pretrained, device):

@@ -55,6 +55,11 @@ def open_folder(run):
     from text.encoding import compare_with_transformers
 
     config = run.config
+    if run.strategy == 'pipeline' and not config.native:  # said before anything has to be downloaded
+        raise ValueError(
+            f"init_from={config.init_from}: transformers' class is not cut into stages: use train_fsdp.py, "
+            f'or --native=True for what model.py computes ({", ".join(native.SAME_AS)})'
+        )
     if config.native:
         native.refuse_other_families(config.init_from)
     pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
