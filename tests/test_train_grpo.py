@@ -13,7 +13,7 @@ import torch.distributed as dist
 from chats import write_rows
 from launch import function_of, run_function, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics
-from precision import apart, assert_same_run
+from precision import assert_as_close_to_float64, assert_same_run
 from pretrained import save_model
 from short import slow_but
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,8 +26,16 @@ from runtime import fill, rollouts
 
 SEED, BLOCK, STEPS, PROMPTS, GROUP, LONGEST = 1337, 40, 4, 6, 4, 8
 RUN = [f'--seed={SEED}', f'--block_size={BLOCK}', f'--prompts_per_step={PROMPTS}', f'--num_generations={GROUP}']
-RUN += ['--batch_size=2', f'--max_iters={STEPS}', '--warmup_iters=0', '--device=cpu', '--dtype=float32', '--beta2=0.95']
-RUN += ['--learning_rate=1e-3', '--lr_schedule=constant', '--weight_decay=0', '--log_interval=1', '--compile=False']
+RUN += [
+    '--batch_size=2',
+    f'--max_iters={STEPS}',
+    '--warmup_iters=0',
+    '--device=cpu',
+    '--dtype=float32',
+    '--weight_decay=0',
+]
+# Adam would make rounding grow until another token is drawn: it moves numbers without a gradient as far as others.
+RUN += ['--optimizer=sgd', '--learning_rate=0.3', '--lr_schedule=constant', '--log_interval=1', '--compile=False']
 RUN += ['--checkpoint_interval=2']
 OF_ANSWERS = 'reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio'.split()
 RIGHT, ENDS = [*'abcdefghijklmnop'], [*'ABCDEFGHIJKLMNOPQRST']  # right has a letter of these before one of those
@@ -133,12 +141,12 @@ def written(model, prompt, generator, temperature):
     return ids, text_of(ids), False
 
 
-def plain_loop(folder, temperature=1.0, iterations=1):
+def plain_loop(folder, temperature, iterations, dtype):
     """([[text, reward] of the first group of each step], metrics) of a run, by transformers alone."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / 'llama', dtype=torch.float32)
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / 'llama', dtype=dtype)
+    opt = torch.optim.SGD(model.parameters(), lr=0.3)
     rows, shown = rows_of_prompts(), []
     found = []
     for step in range(STEPS):
@@ -180,7 +188,8 @@ def plain_loop(folder, temperature=1.0, iterations=1):
     return shown, found
 
 
-LORA = ['--lora_rank=4', '--learning_rate=1e-2']
+ADAMW = ['--optimizer=adamw', '--learning_rate=1e-4']
+LORA = ['--lora_rank=4']
 FSDP, STAGE_2 = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual', '--zero_stage=2']
 TWICE = ['--num_iterations=2', '--temperature=0.7']
 CASES = {  # name: (ranks, the case that it has to equal, keys)
@@ -200,7 +209,8 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'fsdp, lora': (2, 'lora', [*FSDP, *LORA]),
     'fsdp, masked': (2, 'masked', [*FSDP, '--mask_truncated=True', '--scale_rewards=group', '--loss_type=grpo']),
     'stage 1, recomputed': (2, 'one', [*STAGE_2, '--zero_stage=1', '--activation_checkpointing=full']),
-    'offloaded': (2, 'one', [*FSDP, '--cpu_offload=optimizer']),
+    'adamw': (1, None, ADAMW),
+    'offloaded': (2, 'adamw', [*FSDP, *ADAMW, '--cpu_offload=optimizer']),
     'params on the host': (2, 'one', [*FSDP, '--cpu_offload=params']),
     'ddp 3': (3, 'one', []),
     'fsdp 3': (3, 'one', FSDP),
@@ -259,13 +269,14 @@ def rollouts_of(out):
 @pytest.mark.parametrize(('name', 'temperature', 'iterations'), [('one', 1.0, 1), ('twice', 0.7, 2)])
 def test_a_run_is_equal_to_a_plain_loop(folder, runs, name, temperature, iterations):
     """Which writes without a cache, one answer after the other, and has no rows, no packing and no chunks."""
-    shown, rows = plain_loop(folder, temperature, iterations)
     out = runs[0][name]
     found = metrics(out)
-    assert [[[one['text'], one['reward']] for one in row['answers']] for row in rollouts_of(out)] == shown
-    for step, (row, plain) in enumerate(zip(found, rows, strict=True), 1):
-        for fact, value in plain.items():
-            assert row[fact] == pytest.approx(value, rel=apart(step)), (step, fact)
+    shown, rows = plain_loop(folder, temperature, iterations, torch.float32)
+    in_float64, exact = plain_loop(folder, temperature, iterations, torch.float64)
+    assert [[[one['text'], one['reward']] for one in row['answers']] for row in rollouts_of(out)] == shown == in_float64
+    for fact in rows[0]:
+        ours, plain, float64 = ([row[fact] for row in some] for some in (found, rows, exact))
+        assert_as_close_to_float64(ours, plain, float64, fact)
     assert 0 < min(row['reward'] for row in found) and 0 < found[0]['completions/clipped_ratio'] < 1
     assert iterations == 1 or any(row['clip_ratio/region_mean'] for row in found)
 
