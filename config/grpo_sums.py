@@ -12,7 +12,7 @@ num_generations = 8
 batch_size = 16  # sequences of about seven answers each
 
 max_iters = 800
-learning_rate = 1e-4  # with three times as much it forgets within 50 steps what it knew
+learning_rate = 1e-4  # with ten times as much it forgets within 50 steps what it knew
 lr_schedule = 'linear'
 min_lr = 0.0
 warmup_iters = 10
