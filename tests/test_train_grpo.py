@@ -141,7 +141,7 @@ def written(model, prompt, generator, temperature):
     return ids, text_of(ids), False
 
 
-def plain_loop(folder, dtype, temperature=1.0, iterations=1, masked=False):
+def plain_loop(folder, dtype, temperature=1.0, iterations=1, grpo=False, masked=False):
     """([[text, reward] of the first group of each step], metrics) of a run, by transformers alone."""
     import transformers
 
@@ -163,6 +163,7 @@ def plain_loop(folder, dtype, temperature=1.0, iterations=1, masked=False):
             answers += [(*answer, (answer[3] - np.mean(rewards)) / deviation) for answer in group]
         shown.append([[text, reward] for _, _, text, reward, _, _ in answers[:GROUP]])
         tokens, old, clipped = sum(len(ids) for _, ids, *_ in answers), {}, []
+        learned = sum(len(ids) for _, ids, _, _, ended, _ in answers if ended or not masked)
         for _ in range(iterations):
             loss, surprise = 0.0, []
             for number, (prompt, ids, _, _, ended, advantage) in enumerate(answers):
@@ -173,7 +174,7 @@ def plain_loop(folder, dtype, temperature=1.0, iterations=1, masked=False):
                 before = old.setdefault(number, logps.detach())
                 ratio = (logps - before).exp()
                 kept = ratio.clamp(0.8, 1.28)
-                total = len(answers) * len(ids) if masked else tokens
+                total = len(answers) * len(ids) if grpo else learned
                 loss = loss - torch.min(ratio * advantage, kept * advantage).sum() / total
                 if advantage:
                     surprise += (-logps).tolist()
@@ -195,7 +196,8 @@ def plain_loop(folder, dtype, temperature=1.0, iterations=1, masked=False):
 ADAMW = ['--optimizer=adamw', '--learning_rate=1e-4']
 LORA = ['--lora_rank=4']
 FSDP, STAGE_2 = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual', '--zero_stage=2']
-TWICE = ['--num_iterations=2', '--temperature=0.7']
+TWICE = ['--num_iterations=2', '--temperature=0.7', '--loss_type=grpo']
+MASKED = ['--mask_truncated=True', '--scale_rewards=group']
 CASES = {  # name: (ranks, the case that it has to equal, keys)
     'one': (1, None, []),
     'accumulated by sixes': (1, 'one', ['--batch_size=6']),
@@ -204,14 +206,14 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'native': (1, 'one', ['--native=True']),
     'lora': (1, None, LORA),
     'twice': (1, None, TWICE),
-    'masked': (1, None, ['--mask_truncated=True', '--scale_rewards=group', '--loss_type=grpo']),
+    'masked': (1, None, MASKED),
     'ddp': (2, 'one', []),
     'fsdp': (2, 'one', FSDP),
     'stage 2': (2, 'one', STAGE_2),
     'ddp, twice': (2, 'twice', TWICE),
     'ddp, lora': (2, 'lora', LORA),
     'fsdp, lora': (2, 'lora', [*FSDP, *LORA]),
-    'fsdp, masked': (2, 'masked', [*FSDP, '--mask_truncated=True', '--scale_rewards=group', '--loss_type=grpo']),
+    'fsdp, masked': (2, 'masked', [*FSDP, *MASKED]),
     'stage 1, recomputed': (2, 'one', [*STAGE_2, '--zero_stage=1', '--activation_checkpointing=full']),
     'adamw': (1, None, ADAMW),
     'offloaded': (2, 'adamw', [*FSDP, *ADAMW, '--cpu_offload=optimizer']),
@@ -271,7 +273,8 @@ def rollouts_of(out):
 
 
 @pytest.mark.parametrize(
-    ('name', 'options'), [('one', {}), ('twice', {'temperature': 0.7, 'iterations': 2}), ('masked', {'masked': True})]
+    ('name', 'options'),
+    [('one', {}), ('twice', {'temperature': 0.7, 'iterations': 2, 'grpo': True}), ('masked', {'masked': True})],
 )
 def test_a_run_is_equal_to_a_plain_loop(folder, runs, name, options):
     """Which writes without a cache, one answer after the other, and has no rows, no packing and no chunks."""
