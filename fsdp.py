@@ -127,15 +127,18 @@ def holds(plan):
     of_block, of_root = (
         (compute + FP32) * numbers(p for p in unit if p.requires_grad) for unit in (weights.block, weights.root)
     )
+    stays = 0
     if keys['fsdp_impl'] == 'manual':
+        stays = reduction_that_stays(plan)
         of_root = reduction_of_root(plan)
     blocks, reduction = bytes_of_whole_blocks(plan), max(of_block, of_root)
     parts |= {'gathered': whole_bytes(weights.root, compute) + blocks, 'reduction': reduction, **step.parts()}
-    # During backward, activations are freed while gradients are made. So the peak is in the loss, when no block has to
-    # be whole; or at the beginning of backward, when the gradients of a block are on their way; or at the end, when the
-    # root's gradients are reduced. At first there are no gradients yet, unless micro-steps add up. A compiled block has
-    # freed what it kept before it returns its gradients, so they are on their way beside the next block's backward.
-    in_loss = step.kept + step.loss - blocks + bytes_of_whole_blocks(plan, in_loss=True)
+    # During backward, activations are freed while gradients are made. So the peak is in the loss, when fully_shard has
+    # freed all blocks; or at the beginning of backward, when the gradients of a block are on their way; or at the end,
+    # when the root's gradients are reduced. At first there are no gradients yet, unless micro-steps add up. A compiled
+    # block has freed what it kept before it returns its gradients, so they are on their way beside the next block's
+    # backward.
+    in_loss = step.kept + step.loss - blocks + bytes_of_whole_blocks(plan, in_loss=True) + stays
     begin = step.kept + step.backward + max(0, of_block - step.block * step.is_compiled)
     none_yet = parts.get('gradients', 0) if micro_steps == 1 else 0
     peak = max(max(in_loss, begin) - none_yet, of_root)
@@ -153,7 +156,7 @@ def bytes_of_whole_blocks(plan, in_loss=False):
     Bytes of the blocks that are whole at the same time: the unit that computes (below stage 3, all units), and the flat
     buffers in which the next ones arrive. fully_shard also holds the unit after the next. Experts that ranks divide are
     separate units, of one block each under fully_shard; they need no buffer if no other rank holds the same ones.
-    in_loss: while the loss computes, when no unit arrives, and fully_shard has freed the last one.
+    in_loss: while the loss computes, when fully_shard has freed all of them, and fsdp_manual none.
     """
     keys, n_layer, nbytes = plan.keys, plan.blocks, 0
     is_manual, frees = keys['fsdp_impl'] == 'manual', keys['zero_stage'] == 3
@@ -163,10 +166,16 @@ def bytes_of_whole_blocks(plan, in_loss=False):
         if are_experts and plan.weights.pieces(parameters[0]) == 1:
             buffers = 0
         blocks = buffers + (unit if frees else n_layer)
-        if in_loss:
-            blocks -= buffers + (unit if frees and not is_manual else 0)
+        if in_loss and not is_manual:
+            blocks -= buffers + (unit if frees else 0)
         nbytes += min(blocks, n_layer + 1) * whole_bytes(parameters, plan.compute_bytes)
     return nbytes
+
+
+def reduction_that_stays(plan):
+    """Bytes of the fp32 input to the reduction of a block, which fsdp_manual keeps from step to step."""
+    in_block = (p for p in plan.weights.block if p.requires_grad and plan.weights.pieces(p) > 1)
+    return FP32 * plan.keys['blocks_per_unit'] * numbers(in_block)
 
 
 def reduction_of_root(plan):
@@ -181,11 +190,11 @@ def reduction_of_root(plan):
     largest_block = keys['blocks_per_unit'] * numbers(in_block)
     large = [p.numel() for p in in_root if p.numel() > largest_block]  # each is a unit by itself
     largest = max([numbers(in_root) - sum(large), *large])
-    kept = keys['blocks_per_unit'] * numbers(p for p in in_block if weights.pieces(p) > 1)
     averages = []
     if plan.layout.micro_steps > 1 and keys['accumulate'] == 'sharded':
         averages = in_root + [p for p in in_block if p in weights.experts]
-    return plan.compute_bytes * numbers(in_root) + FP32 * (largest + kept + weights.count(averages))
+    on_their_way = plan.compute_bytes * numbers(in_root) + FP32 * (largest + weights.count(averages))
+    return on_their_way + reduction_that_stays(plan)
 
 
 # --- what a rank sends ------------------------------------------------------------------------------------------------
