@@ -165,7 +165,7 @@ def totals(parts):
 
 def while_writing(plan):
     """Bytes on the device while the model of train_grpo.py writes answers, at most: what stays from step to step, whole
-    weights in the compute dtype, and keys and values of the answers that are written at once, block_size tokens each."""
+    weights in the compute dtype, keys and values of the answers that are written at once, of block_size tokens each."""
     from fsdp import whole_bytes
 
     keys = plan.keys
