@@ -18,8 +18,9 @@ from system.files import ROOMS
 REPO = Path(__file__).resolve().parent.parent
 README, CODE = REPO / 'README.md', REPO / 'docs' / 'code.md'
 CHAPTERS = sorted((REPO / 'docs').glob('**/*.md'))
-PAGES = [README, REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *CHAPTERS]
-NAMES = [page.name for page in PAGES]
+TEMPLATES = sorted((REPO / '.github').glob('**/*.md'))
+PAGES = [README, REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *TEMPLATES, *CHAPTERS]
+NAMES = [str(page.relative_to(REPO)) for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'evaluate.py']
