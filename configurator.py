@@ -314,7 +314,7 @@ def other_trainers():
     """{a flag of another trainer: what it is here}, the rows of docs/reference/names.md; {} without that file."""
     found = {}
     with contextlib.suppress(OSError):
-        page = (Path(__file__).parent / 'docs' / 'reference' / 'names.md').read_text(encoding='utf-8')
+        page = (Path(__file__).parent / 'docs/reference/names.md').read_text(encoding='utf-8')
         for theirs, ours in re.findall(r'^\| (`[^|]*) \| ([^|]*) \|$', page, re.M):
             found |= dict.fromkeys(re.findall(r'`([\w.]+)`', theirs), ours)
     return found
