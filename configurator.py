@@ -300,7 +300,7 @@ def find(key, knobs, script, given, advice=''):
     if key in GONE:
         hint = f'it is gone, {GONE[key][1]}'
     elif theirs := translated(key, knobs, script):
-        hint = theirs
+        hint, advice = theirs, ''
     elif owner:
         hint = f'{owner} has it'
     else:
@@ -325,8 +325,8 @@ def translated(key, knobs, script):
     Of a.b.c are tried a.b.c, the sections a.b and a, and then b.c, b and c. An answer names the owner of each key that
     this script lacks."""
     parts = key.split('.')
-    tries = ['.'.join(parts[i:j]) for i in range(len(parts)) for j in range(len(parts), i, -1)]
-    found = next((name for name in tries if name in knobs or name in other_trainers()), None)
+    tries = [('.'.join(parts[i:j]), j == len(parts)) for i in range(len(parts)) for j in range(len(parts), i, -1)]
+    found = next((name for name, is_last in tries if name in other_trainers() or (is_last and name in knobs)), None)
     if found is None or key in knobs:
         return None
 
@@ -338,7 +338,7 @@ def translated(key, knobs, script):
         return f'{code} of {owner}' if owner else code
 
     answer = f'`{found}`' if found in knobs else re.sub(r' \(\[.*?\]\(.*?\)\)', '', other_trainers()[found])  # no links
-    text = re.sub(r'(`(\w+)(?:=\w+)?`)(?: of (\w+\.py))?(?=(, `)?)', with_owner, answer)
+    text = re.sub(r'(`(\w+)(?:=[\w,]+)?`)(?: of (\w+\.py))?(?=(, `)?)', with_owner, answer)
     return ('here it is ' if answer[0] == '`' else '') + text.replace('`', '')
 
 

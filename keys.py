@@ -351,7 +351,7 @@ READ_IF = {
         'max_shard_size': ('without --adapter', lambda run: not run.adapter),
     },
     'prepare_data.py': {
-        'fold_system': ('with conversations', lambda run: run.is_chat),
+        'fold_system train_on_input': ('with conversations', lambda run: run.is_chat),
         'source_config': ('with OWNER/NAME on the hub as --dataset', lambda run: run.is_hub),
         'seed': ('with --val_rule=hash', lambda run: run.val_rule == 'hash' and run.val_fraction),
     },

@@ -35,6 +35,7 @@ class Config:
     chat: bool | None = None  # rows are conversations, and their answers are learned; None = the first rows decide
     chat_fields = []  # fields of other conversations than those above: the list of messages, or QUESTION,ANSWER
     pairs = False  # rows are pairs of answers to a prompt, `chosen` and `rejected` (or KTO's), for train_dpo.py
+    train_on_input = False  # learn every message of a conversation, not the answers alone
     fold_system = False  # put system messages into the user's message, for chat templates that refuse them
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split to read, of a hub dataset or of a folder written by save_to_disk
@@ -187,6 +188,8 @@ if config.pairs:
     for key in ('chat', 'chat_fields', 'text_field'):
         if getattr(config, key):
             raise ValueError(f'pairs=True with {key}: pairs are read by their chosen and rejected: leave {key} out')
+    if config.train_on_input:
+        raise ValueError('pairs=True with train_on_input: of a pair the two answers are learned: leave out one of them')
     if config.chat is False or config.tokenizer == 'bpe':
         given = 'chat=False' if config.chat is False else 'tokenizer=bpe'
         raise ValueError(
@@ -215,8 +218,9 @@ if source.chat and not chat_template and not config.pairs:
     )
 if source.chat and (config.dedup or config.max_tokens):
     raise ValueError('dedup and max_tokens are for text, and these are conversations: leave them out')
-if config.fold_system and not source.chat:
-    raise ValueError(f'fold_system=True is for conversations, dataset={config.dataset} holds none: leave it out')
+for key in ('fold_system', 'train_on_input'):
+    if getattr(config, key) and not source.chat:
+        raise ValueError(f'{key}=True is for conversations, dataset={config.dataset} holds none: leave it out')
 is_hub = sources.is_hub_name(config.dataset)
 say_without_effect('prepare_data.py', config, explicit, is_chat=bool(source.chat), is_hub=is_hub)
 if chat_template:
@@ -246,6 +250,7 @@ settings = {  # everything that decides which tokens are written
     'tokenizer': tokenizer_facts,
     'chat_template': digest_of(chat_template),  # None: text
     'fold_system': config.fold_system or None,  # not False: older datasets lack this setting
+    'train_on_input': config.train_on_input or None,
 }
 settings |= {key: vars(config)[key] for key in ('text_field', 'val_rule', 'val_fraction', 'seed', 'shard_tokens')}
 settings |= {key: vars(config)[key] for key in ('dedup', 'max_tokens', 'chat_fields') if vars(config)[key]}
@@ -361,7 +366,8 @@ if source.labelled:
 
 def rules_with(val_hashes):
     options = (config.text_field, source.chat or config.chat, config.fold_system, config.seed, val_hashes)
-    return encoding.Rules(config.tokenizer, folder, *options, config.engine, config.dedup, source.chat_fields)
+    more = (config.dedup, source.chat_fields, config.train_on_input)
+    return encoding.Rules(config.tokenizer, folder, *options, config.engine, *more)
 
 
 def hashes_and_sizes(notes):

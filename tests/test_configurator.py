@@ -507,7 +507,7 @@ READ = {
         'max_shard_size=1GB': ({}, {'adapter': True}),
     },
     'prepare_data.py': {
-        'fold_system=True': ({'is_chat': True}, {}),
+        'fold_system=True train_on_input=True': ({'is_chat': True}, {}),
         'source_config=x': ({'is_hub': True}, {}),
         'seed=2': ({'val_rule': 'hash', 'val_fraction': 0.1}, {'val_rule': 'tail', 'val_fraction': 0.1}),
     },

@@ -140,8 +140,8 @@ def test_a_flag_stands_in_one_row_and_its_answer_begins_with_what_it_is():
 def test_every_key_that_an_answer_names_is_one_of_the_script_that_it_names():
     """Without a script's name it is a key of train_ddp.py."""
     for flags, answer in rows():
-        for chain, owner in re.findall(r'((?:`\w+(?:=\w+)?`(?:, )?)+)(?: of (\w+\.py))?', answer):
-            for key, value in re.findall(r'`(\w+)(?:=(\w+))?`', chain):
+        for chain, owner in re.findall(r'((?:`\w+(?:=[\w,]+)?`(?:, )?)+)(?: of (\w+\.py))?', answer):
+            for key, value in re.findall(r'`(\w+)(?:=([\w,]+))?`', chain):
                 knob = KNOBS[owner or 'train_ddp.py'].get(key)
                 assert knob, f'{flags}: {owner or "train_ddp.py"} has no key {key}'
                 assert not value or not knob.choices or value in knob.choices or value.isdigit(), (flags, key, value)
@@ -156,7 +156,10 @@ def test_an_answer_names_the_owner_of_a_key_that_the_script_lacks(script):
         for key in {*re.findall(r'`(\w+)', answer)} - {*KNOBS[script]}:
             flag = next((flag for flag in flags if flag not in KNOBS[script]), None)
             if flag and key in every:
-                assert re.search(rf'\b{key}(=\w+)?(, \w+)* of \w+\.py', says(flag, script)), (flag, says(flag, script))
+                assert re.search(rf'\b{key}(=[\w,]+)?(, \w+)* of \w+\.py', says(flag, script)), (
+                    flag,
+                    says(flag, script),
+                )
 
 
 @pytest.mark.parametrize(
@@ -193,6 +196,10 @@ def test_it_is_answered_too_as_other_trainers_write_it(given):
     name = given[0].partition('=')[0]
     said = run_script('train_ddp.py', *given, check=False).stderr
     assert said.startswith(f'error: {name} is not a key of train_ddp.py: here it is learning_rate') and '`' not in said
+
+
+def test_a_part_of_a_section_that_has_the_name_of_a_key_is_not_that_key():
+    assert says('optimizer.seed') == 'here it is seed' and says('optimizer.momentum') is says('dataset.else') is None
 
 
 def test_without_the_page_a_key_is_unknown(tmp_path, monkeypatch):

@@ -92,7 +92,7 @@ THINK_TAG = re.compile('</?think>')
 TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of a content's parts that are text
 
 
-def conversation_of(row, fields=()):
+def conversation_of(row, fields=(), train_on_input=False):
     """
     A row of instruction data as the JSON text of {'messages': [...]}, with 'tools' and 'chat_template_kwargs' if it has
     them. Messages after the last answer that is learned are left out.
@@ -103,14 +103,21 @@ def conversation_of(row, fields=()):
     marks any other message that is learned, too. A tool call's arguments are an object.
 
     fields: the fields to read instead of the known ones: either one with a list of messages, or the parts of the
-    question, which are joined by an empty line, and as the last one the answer. Raises ValueError with the reason if
-    the row cannot be learned.
+    question, which are joined by an empty line, and as the last one the answer. train_on_input: all messages are
+    learned, so none is left out and none has a weight. Raises ValueError with the reason if the row cannot be learned.
     """
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
     row = {name: value for name, value in row.items() if value is not None}
     conversation = _in_one_form(_messages_of(row, fields), row)
     messages = conversation['messages']
+    if train_on_input:
+        if any(message.get('weight') == 0 for value in row.values() for message in _as_messages(value) or ()):
+            raise ValueError(
+                'rows with a weight of 0, beside --train_on_input, which learns every message: leave out one'
+            )
+        for message in messages:
+            message.pop('weight', None)  # also the one by which the answers in a prompt are not learned
     answers = [number for number, message in enumerate(messages) if number and message['role'] == 'assistant']
     learned = [number for number, message in enumerate(messages) if is_learned(message, number)]
     if not learned:
@@ -119,7 +126,8 @@ def conversation_of(row, fields=()):
         )
     if any(_says_nothing(messages[number]) for number in learned):  # would be learned as ending the turn at once
         raise ValueError('rows with an empty answer')
-    return json.dumps({**conversation, 'messages': messages[: learned[-1] + 1]}, ensure_ascii=False)
+    end = len(messages) if train_on_input else learned[-1] + 1
+    return json.dumps({**conversation, 'messages': messages[:end]}, ensure_ascii=False)
 
 
 def is_learned(message, number):

@@ -210,10 +210,12 @@ class ChatEncoder:
             if is_broken or not hasattr(self, 'template'):
                 raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
 
-    def examples(self, conversation, fold_system=False):
+    def examples(self, conversation, fold_system=False, train_on_input=False):
         """Yield the training examples, (ids, flags, text), of a conversation that conversation_of() returned.
 
         fold_system: make system messages part of the user's, for templates that refuse them.
+        train_on_input: learn all that the template writes, also between and around messages. Of several examples each
+        learns what the one before has not: from the words that follow its answer.
 
         ids: uint32 array. flags: uint8, one per token: FIRST at the beginning, LEARNED for the tokens of an answer.
         A conversation is one example if the template writes each answer in the whole conversation in the same way as
@@ -238,18 +240,27 @@ class ChatEncoder:
             )
             for number in learned
         }
+        if train_on_input and learned[-1] < len(messages) - 1:  # the last message is no answer
+            text = self._render(messages, options).rstrip()
+            answers[len(messages) - 1] = text, self._start_of(text, messages, -1, options), self._ends(text)
         whole = list(answers.values())[-1][0]
+        everything = [(0, len(whole))] if train_on_input else None
         if all(ends and whole.startswith(text) for text, _, ends in answers.values()):
             spans = {number: (start, len(text)) for number, (text, start, _) in answers.items()}
             _check_written(whole, spans, messages, tools)
-            yield self._encode(whole, spans.values(), False)
-        elif example := self._with_other_ends(whole, answers, messages, tools):
+            yield self._encode(whole, everything or spans.values(), False)
+        elif example := self._with_other_ends(whole, answers, messages, tools, everything):
             yield example
         else:
+            before = -1  # the number of the answer before
             for number, (text, start, ends) in answers.items():
-                span = (start, len(text))
-                _check_written(text, {number: span}, messages[: number + 1], tools)
+                span, shown = (start, len(text)), messages[: number + 1]
+                _check_written(text, {number: span}, shown, tools)
+                if train_on_input and number > before + 1:
+                    begin = self._start_of(text, shown, before + 1, options) if before >= 0 else 0
+                    span = (min(begin, start), len(text))
                 yield self._encode(text, [span], not ends)
+                before = number
 
     def pair(self, pair, fold_system=False):
         """The two training examples, (ids, flags, text), of a pair that pair_of() returned. Raises ValueError with the
@@ -259,12 +270,12 @@ class ChatEncoder:
             raise ValueError('rows of which the chat template writes an answer in another way once others follow')
         return with_one_prompt([example for (example,) in found])
 
-    def _with_other_ends(self, whole, answers, messages, tools):
+    def _with_other_ends(self, whole, answers, messages, tools, everything):
         """A whole conversation as one example, if its answers before the last differ from what they would be as the
         last one in nothing but the token that ends them, which would be end-of-text; else None.
 
         Then the model has read the same before each of their tokens, so that its losses are those of an example for
-        each answer. That the tokens are the same is checked."""
+        each answer. That the tokens are the same is checked. everything: spans to learn in place of the answers'."""
         spans, others = {}, []  # others: (where the end token begins in the whole, the answer's own tokens)
         for number, (text, start, ends) in answers.items():
             spans[number] = (start, len(text))
@@ -276,7 +287,7 @@ class ChatEncoder:
                 return None
             spans[number] = (start, len(body) + len(end))
             others.append((len(body), self._encode(text, [(start, len(text))], False)[0]))
-        ids, flags, text = self._encode(whole, spans.values(), False)
+        ids, flags, text = self._encode(whole, everything or spans.values(), False)
         starts = np.array(self.tokenizer.encode(whole, add_special_tokens=False).offsets).reshape(-1, 2)[:, 0]
         for begin, own in others:
             at = len(own) - 1
@@ -314,7 +325,19 @@ class ChatEncoder:
                     raise ValueError('rows whose answer the chat template does not write behind its prompt')
                 shown = prompt + shown[len(short_prompt) :]
         text = prompt + shown[len(prompt) :].rstrip()
-        return text, len(prompt), text.endswith(self.special_tokens) and len(text) > len(prompt)
+        return text, len(prompt), self._ends(text) and len(text) > len(prompt)
+
+    def _ends(self, text):
+        """Whether a token ends the last turn of a text."""
+        return text.endswith(self.special_tokens)
+
+    def _start_of(self, text, messages, number, options):
+        """Where the words of a message begin in the text that the template has written for these messages: where it
+        would differ if the message said something else."""
+        words = (messages[number]['content'] or '').strip()
+        changed = [*messages]
+        changed[number] = {**messages[number], 'content': 'y' if words.startswith('x') else 'x'}
+        return len(os.path.commonprefix([text, self._render(changed, options)]))
 
     def _words(self, messages, options):
         """The same, where the last message is learned although the template has no prompt for it, such as a user's:
@@ -350,9 +373,9 @@ class ChatEncoder:
             flags[(ends > start) & (starts < end) & ~(special & (starts < start))] = LEARNED
         if add_end:
             ids, flags = np.append(ids, np.uint32(self.eot)), np.append(flags, np.uint8(LEARNED))
-        if not flags.any():
+        if not flags[1:].any():
             raise ValueError('rows of which no token is learned')
-        flags[0] |= FIRST
+        flags[0] = FIRST  # what nothing stands before cannot be learned
         return ids, flags, text.replace(MARK, '')
 
 

@@ -48,6 +48,7 @@ class Rules(NamedTuple):
     engine: str  # 'auto' = gigatoken if it gives the same tokens; 'reference'
     dedup: bool = False  # hash every document, so that repeated ones can be left out
     chat_fields: tuple = ()  # fields of a conversation, if conversation_of() does not know their names; or PREFERENCES
+    train_on_input: bool = False  # every message of a conversation is learned, not the answers alone
 
 
 class Encoded(NamedTuple):
@@ -215,12 +216,13 @@ def _conversations(pieces, rules, notes):
     trained would be no validation."""
     chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
     are_pairs = rules.chat_fields == PREFERENCES
-    as_conversation = pair_of if are_pairs else functools.partial(conversation_of, fields=rules.chat_fields)
+    more = {} if are_pairs else {'train_on_input': rules.train_on_input}
+    as_conversation = pair_of if are_pairs else functools.partial(conversation_of, fields=rules.chat_fields, **more)
     for piece in pieces:
         for document in documents_of(piece, None, notes, as_conversation):
             try:
                 examples_of = chat_encoder.pair if are_pairs else chat_encoder.examples
-                found = list(examples_of(document.decode(), rules.fold_system))
+                found = list(examples_of(document.decode(), rules.fold_system, **more))
             except ValueError as reason:
                 notes[f'{piece.origin}: {reason}, left out'] += 1
             else:

@@ -261,6 +261,63 @@ def test_a_users_message_of_weight_1_is_learned_with_the_end_of_its_turn(tmp_pat
             learned(messages)
 
 
+@pytest.mark.parametrize(
+    'template', [CHATML, LLAMA3, MISTRAL, OLMO, QWEN3], ids=['chatml', 'llama3', 'mistral', 'olmo', 'qwen3']
+)
+def test_with_train_on_input_all_tokens_of_the_template_are_learned_once(template, tmp_path):
+    """The tokens are those of apply_chat_template(). A template that writes an answer in another way once others follow
+    has an example for each answer, which learns what the one before has not. The first token has nothing before it."""
+    end = {LLAMA3: '<|eot_id|>', MISTRAL: '</s>', OLMO: '</s>'}.get(template, '<|im_end|>')
+    folder = make_tokenizer(tmp_path / 'model', template, end, '<|begin_of_text|>' if template == LLAMA3 else '<s>')
+    files = FileTokenizer(f'{folder}/tokenizer.json', end)
+    encoder = conversations.ChatEncoder(folder, files.eot)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for turns in CHATS:
+        if template == MISTRAL and turns[0][0] == 'system':
+            continue  # it writes the system message before each question that comes last
+        messages = messages_of(turns)
+        conversation = chat_rows.conversation_of({'messages': messages}, train_on_input=True)
+        found = list(encoder.examples(conversation, train_on_input=True))
+        ends = [number for number, (role, _) in enumerate(turns) if role == 'assistant' or number == len(turns) - 1]
+        ends = ends if template == QWEN3 else ends[-1:]
+        seen = ''
+        for before, number, (ids, flags, _) in zip([None, *ends], ends, found, strict=False):
+            shown = {'return_dict': True, 'date_string': conversations.DATE}
+            theirs = tokenizer.apply_chat_template(messages[: number + 1], **shown)['input_ids']
+            assert theirs[: len(ids)] == ids.tolist() and tokenizer.decode(theirs[len(ids) :]).strip() == ''
+            begin = 1 + np.flatnonzero(flags[1:] & LEARNED)[0]
+            assert flags[0] == FIRST and (flags[begin:] & LEARNED).all() and not (flags[1:] & FIRST).any()
+            learned = files.decode(ids[begin:])
+            assert begin == 1 if before is None else learned.startswith(messages[before + 1]['content'])
+            seen += learned
+        assert len(found) == len(ends)
+        assert all(seen.count(content.strip()) == 1 for _, content in turns if len(content) > 4)
+
+
+def test_with_train_on_input_a_chat_ends_with_its_last_message_and_a_weight_of_0_is_a_contradiction(chatml, tmp_path):
+    def learned(encoder, files, row):
+        found = encoder.examples(chat_rows.conversation_of(row, train_on_input=True), train_on_input=True)
+        return [files.decode(ids[(flags & LEARNED) > 0]) for ids, flags, _ in found]
+
+    turns = [('user', 'a'), ('assistant', 'b'), ('user', 'thanks')]
+    encoder, files = encoder_of(chatml)
+    (text,) = learned(encoder, files, {'messages': messages_of(turns)})
+    assert text == 'user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nthanks<|im_end|>'
+    prompt = {'prompt': messages_of(turns), 'completion': messages_of([('assistant', 'bye')])}
+    (text,) = learned(encoder, files, prompt)  # TRL's form, of which the answers in the prompt are learned, too
+    assert text.endswith(
+        'assistant\nb<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nbye<|im_end|>'
+    )
+    no_end = encoder_of(make_tokenizer(tmp_path / 'no_end', NO_END))
+    first, last = learned(*no_end, {'messages': messages_of(turns)})
+    assert 'user: a\nassistant: b<|im_end|>'.endswith(first) and first.endswith('a\nassistant: b<|im_end|>')
+    assert last.strip() == 'thanks<|im_end|>'
+    for name in ('messages', 'prompt'):
+        row = {**prompt, name: [{**message, 'weight': 0} for message in messages_of(turns)]}
+        with pytest.raises(ValueError, match='rows with a weight of 0, beside --train_on_input'):
+            learned(encoder, files, row)
+
+
 def test_prompt_and_completion_become_a_question_and_an_answer():
     expected = chat_rows.conversation_of({'messages': messages_of([('user', 'q'), ('assistant', 'a')])})
     assert chat_rows.conversation_of({'prompt': 'q', 'completion': 'a', 'id': 1, 'messages': None}) == expected
