@@ -39,9 +39,9 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from keys import FOLLOWS_FROM, GONE, MOVED, OTHER_TRAINERS, READ_IF, REFUSED
+from keys import FOLLOWS_FROM, GONE, MOVED, READ_IF, REFUSED
 
-VERSION = '0.9.0'  # CHANGELOG.md says what each version has brought
+VERSION = '0.10.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
 COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
 
@@ -98,7 +98,7 @@ def configure(Config, pass_on=None):
     explicit, skipped = {}, {}
     try:
         check_torch(script.parent / 'requirements.txt')
-        files, options = split_arguments(sys.argv[1:], knobs)
+        files, options = split_arguments(sys.argv[1:], knobs, known, script)
         for path in files:
             assigned = run_config_file(path, values)
             is_ours = pass_on is None or any(key in knobs and not owner_of(key, script) for key in assigned)
@@ -299,14 +299,47 @@ def find(key, knobs, script, given, advice=''):
     owner = None if key in knobs else owner_of(key, script)  # in knobs except for a hyphen: then it is the closest name
     if key in GONE:
         hint = f'it is gone, {GONE[key][1]}'
+    elif theirs := translated(key, knobs, script):
+        hint, advice = theirs, ''
     elif owner:
         hint = f'{owner} has it'
-    elif theirs := [names for names in OTHER_TRAINERS if key in names.split()]:
-        hint = f'here it is {OTHER_TRAINERS[theirs[0]]}'
     else:
         meant = closest(key, knobs)
         hint = f'did you mean {meant}?' if meant else '--help lists them'
     raise Mistake(f'{given} is not a key of {script.name}: {hint}{advice}')
+
+
+@functools.cache
+def other_trainers():
+    """{a flag of another trainer: what it is here}, the rows of docs/reference/names.md; {} without that file."""
+    found = {}
+    with contextlib.suppress(OSError):
+        page = (Path(__file__).parent / 'docs/reference/names.md').read_text(encoding='utf-8')
+        for theirs, ours in re.findall(r'^\| (`[^|]*) \| ([^|]*) \|$', page, re.M):
+            found |= dict.fromkeys(re.findall(r'`([\w.]+)`', theirs), ours)
+    return found
+
+
+def translated(key, knobs, script):
+    """What a flag of another trainer is here, in the words of an error; None for a key of knobs, or if nobody knows.
+    Of a.b.c are tried a.b.c, the sections a.b and a, and then b.c, b and c. An answer names the owner of each key that
+    this script lacks."""
+    parts = key.split('.')
+    tries = [('.'.join(parts[i:j]), j == len(parts)) for i in range(len(parts)) for j in range(len(parts), i, -1)]
+    found = next((name for name, is_last in tries if name in other_trainers() or (is_last and name in knobs)), None)
+    if found is None or key in knobs:
+        return None
+
+    def with_owner(match):
+        code, key, owner, is_more = match.groups()
+        if key in knobs and (not owner or owner.startswith('train_')):  # `dataset` of prepare_data.py is another key
+            return code
+        owner = owner or (None if is_more else owner_of(key, script))
+        return f'{code} of {owner}' if owner else code
+
+    answer = f'`{found}`' if found in knobs else re.sub(r' \(\[.*?\]\(.*?\)\)', '', other_trainers()[found])  # no links
+    text = re.sub(r'(`(\w+)(?:=[\w,]+)?`)(?: of (\w+\.py))?(?=(, `)?)', with_owner, answer)
+    return ('here it is ' if answer[0] == '`' else '') + text.replace('`', '')
 
 
 def closest(key, knobs):
@@ -346,7 +379,7 @@ def help_text(knobs, values, docstring):
 # --- FILES AND COMMAND LINE -------------------------------------------------------------------------------------------
 
 
-def split_arguments(arguments, knobs):
+def split_arguments(arguments, knobs, known, script):
     """
     (config files, [(key, text), ...]) of a command line. The text of a bare flag is None.
 
@@ -365,6 +398,9 @@ def split_arguments(arguments, knobs):
             words.append(argument)
         else:
             flag, has_value, _ = previous.partition('=')
+            name = flag if flag.startswith('--') and not has_value else key  # --lr 1e-4, or optimizer.lr=1e-4
+            if translated(name.lstrip('-').replace('-', '_'), known, script):
+                find(name.lstrip('-'), known, script, name)  # says so
             if flag.startswith('--') and not has_value:
                 meant = f'{previous}={argument}'
             elif flag[2:] in knobs and 'list' in knobs[flag[2:]].types:  # --tasks=a.jsonl b.jsonl

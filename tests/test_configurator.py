@@ -12,7 +12,7 @@ from launch import REPO, TINY_MODEL, environment, fork_script, run_script
 
 import keys
 from configurator import Mistake, checked, closest, parse, read_knobs, run_config_file, without_effect
-from keys import GONE, OTHER_TRAINERS
+from keys import GONE
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = sorted(path.name for path in REPO.glob('*.py') if read_knobs(path))
@@ -240,23 +240,6 @@ def test_keys_read_from_the_source_are_the_attributes_that_the_class_has_when_it
     knobs = read_knobs(REPO / script)
     assert attributes == {*knobs}
     assert all(getattr(module['Config'], key) == knob.default for key, knob in knobs.items())
-
-
-def test_names_of_other_trainers_are_those_of_the_table_in_docs():
-    """Except for names that differ from ours only in hyphens, such as --batch-size."""
-    keys = {key for script in TRAIN_SCRIPTS for key in read_knobs(REPO / script)}
-    rows = re.findall(r'^\| (`-.*?) \| (.*) \|$', (REPO / 'docs/configuration.md').read_text(), flags=re.MULTILINE)
-    in_docs = {}
-    for theirs, ours in rows:
-        flags = [flag.split()[0].lstrip('-').replace('-', '_') for flag in re.findall(r'`(-?[a-z-][^`]*)`', theirs)]
-        if names := ' '.join(flag for flag in dict.fromkeys(flags) if flag not in keys):
-            in_docs[names] = re.sub(r': \[chapter\]\(.*?\)', '', ours).replace('`', '')
-    assert in_docs == OTHER_TRAINERS
-
-
-def test_a_flag_of_another_trainer_is_answered_with_our_key(error):
-    assert ' learning_rate' in error('--max-lr=1')
-    assert 'follows from' in error('--gradient_accumulation_steps=4')
 
 
 @pytest.mark.parametrize('key', [key for key in GONE if key != 'top2bit'])
