@@ -48,8 +48,8 @@ class Config:
     gpu_gb = 80.0  # predict which runs fit a GPU with this much memory; 0 = do not [>= 0]
     write_only = False  # run nothing: write plan.json, and runs.sh with a line per run
     analyze = False  # run nothing: make tables and pictures of the finished runs in out_dir
-    # which layout on a cluster? docs/parallelism.md
-    plan = False  # run nothing: predict the layouts that fit a cluster, the fastest first; docs/parallelism.md
+    # which layout on a cluster? docs/strategies.md
+    plan = False  # run nothing: predict the layouts that fit a cluster, the fastest first; docs/strategies.md
     gpus = 8  # --plan: ranks in the cluster [>= 1]
     node_gpus = 8  # --plan: ranks on each node [>= 1]
     gpu = 'h100'  # --plan: h100, h200, a100 (assumed speed and links), or cpu (with --measured and --links)

@@ -41,7 +41,7 @@ from types import ModuleType
 
 from keys import FOLLOWS_FROM, GONE, MOVED, READ_IF, REFUSED
 
-VERSION = '0.9.0'  # CHANGELOG.md says what each version has brought
+VERSION = '0.10.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
 COMPARISONS = {'>=': operator.ge, '>': operator.gt, '<=': operator.le, '<': operator.lt}
 

@@ -155,6 +155,11 @@ def logits_of(model):
 if is_fine_tuned:
     pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
     vocab_size, block_size = pretrained.vocab_size, pretrained.block_size
+    if config.adapter and pretrained.added_rows:
+        raise ValueError(
+            f'adapter=True: {pretrained.added_rows} tokens have rows in the embedding that '
+            f'{state["config"]["init_from"]} lacks, and peft loads an adapter beside that: leave --adapter out'
+        )
     model = finetune.for_inference(pretrained, weights)
 else:
     weights, model_config = convert.without_multipliers(weights, ModelConfig(**model_facts))

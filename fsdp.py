@@ -44,7 +44,7 @@ def refuse_scalars(model):
     rows to divide among ranks."""
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
-        advice = 'train it with train_ddp.py, evaluate it with --shard=none'
+        advice = 'train it under DDP, evaluate it with --shard=none'
         raise ValueError(f'parameter {scalars[0]} has no dimensions, so it cannot be sharded: {advice}')
 
 

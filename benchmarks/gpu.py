@@ -686,6 +686,28 @@ def results_in(folder):
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob('*.json'))}
 
 
+CARD = 'GPU|day|torch|code|strategies apart|GPT-2 124M|nanoGPT|Llama 1B|in float8|8B, LoRA|passed'.split('|')
+
+
+def row_of_card(results):
+    """The row of the table in docs/gpu.md that has one row for each GPU; a cell is empty where nothing was measured."""
+
+    def speed(name):
+        found = results.get(name, {})
+        return f'{found["tokens_per_sec"]:,.0f} ({found["mfu"]:.1%})' if 'mfu' in found else ''
+
+    versions = results.get('versions', {})
+    code = re.sub(r'^([0-9a-f]{7})[0-9a-f]{33}', r'\1', versions.get('code', ''))
+    names = ('ddp', 'fsdp', 'manual', 'manual-stage-1', 'manual-stage-2')
+    losses = [found['losses'] for name in names if 'losses' in (found := results.get(f'exact-{name}', {}))]
+    apart_by = [abs(a - b) / b for run in losses[1:] for a, b in zip(run, losses[0], strict=True)]
+    row = [versions.get('GPU', ''), versions.get('day', ''), versions.get('torch', ''), code]
+    row += [f'{max(apart_by):.1e}' if any(apart_by) else 'equal' if apart_by else '', speed('124M-gpt2-ddp')]
+    row += [f'{tokens:,.0f}' if (tokens := results.get('nanogpt', {}).get('nanoGPT tokens/s')) else '']
+    row += [speed(name) for name in ('Llama-1B-ddp', 'Llama-1B-float8', 'Llama-8B-LoRA-bf16')]
+    return [*row, f'{len(results) - len(failures(results))} of {len(results)}']
+
+
 def page(bench):
     """The text of OUT/gpu.md: all results, in tables."""
     results = results_in(bench.out)
@@ -695,6 +717,7 @@ def page(bench):
     losses, wrong = apart(results), failures(results)
     lines = ['# One GPU, measured', '', f'Written by `python benchmarks/gpu.py`: {versions}']
     lines += ['', f'Checks passed: {len(results) - len(wrong)} of {len(results)}, left out: {len(left_out)}.', *wrong]
+    lines += table('The row of this GPU in docs/gpu.md', CARD, [row_of_card(results)])
 
     head = ['run', 'tokens/s', 'by wall clock', 'MFU', 'ms a step', 'peak GB', 'predicted', 'kernels', 'idle ms']
     keys = (
@@ -767,7 +790,7 @@ def main():
             (bench.out / 'gpu.md').write_text(page(bench))
     finally:
         bench.end()
-    say(f'{time.monotonic() - began:.0f} s, written: {bench.out / "gpu.md"}')
+    say(f'{time.monotonic() - began:.0f} s, written: {bench.out / "gpu.md"}; docs/gpu.md: how to read and report it')
     return 1 if failures(results_in(bench.out)) else 0
 
 

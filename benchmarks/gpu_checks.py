@@ -22,10 +22,12 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from benchmarks.gpu import EXPERTS, LOSSES, SIZES, TINY, TINY_EXPERTS, options
+from system.files import code_version
 
 
 def versions(torch, device, arguments):
-    found = {'python': sys.version.split()[0], 'torch': torch.__version__, 'CUDA': torch.version.cuda}
+    found = {'day': time.strftime('%Y-%m-%d'), 'code': code_version(REPO).partition(', ')[0]}
+    found |= {'python': sys.version.split()[0], 'torch': torch.__version__, 'CUDA': torch.version.cuda}
     found |= {'compiler': shutil.which('gcc') or shutil.which('cc') or 'none'}
     try:
         import transformers

@@ -3,7 +3,7 @@ How fast is prepare_data.py with the gpt2 tokenizer, beside tiktoken alone and b
 
     python benchmarks/prepare_data_rate.py                  # 40 MB, 5 rounds: about 2 minutes on 2 cores
     python benchmarks/prepare_data_rate.py 10 2             # 10 MB, 2 rounds
-    python benchmarks/prepare_data_rate.py --texts=/ 1000   # the table of docs/log.md: formats, engines, memory
+    python benchmarks/prepare_data_rate.py --texts=/ 1000   # formats, engines, memory (docs/measurements.md)
 
 Without --texts, the text is Python's sources, each file a document. All three run in each round, one after the other,
 so that a slow moment of the machine meets all of them, and the medians of the ratios within a round are what counts.

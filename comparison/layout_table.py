@@ -19,7 +19,7 @@ def report(config, keys, explicit):
     if config.gpu == 'cpu':
         if not config.measured or not config.links:
             raise ValueError(
-                'gpu=cpu has no speed to assume: give --measured=OUT_DIR and --links=FILE, docs/parallelism.md'
+                'gpu=cpu has no speed to assume: give --measured=OUT_DIR and --links=FILE, docs/strategies.md'
             )
         cluster = step_time.cpu_cluster(gpus, node_gpus, config.cores, config.gpu_gb)
     else:

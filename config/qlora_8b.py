@@ -8,7 +8,7 @@
 #
 # The dry run needs the config.json in the model's folder, and the dataset or --dataset=synthetic: no GPU, no weights.
 # The export takes two copies of the fp32 weights in host memory, 64 GB, with --adapter as well. For a few thousand
-# rows fewer steps have to do: docs/qlora_8b.md says which keys to change.
+# rows fewer steps have to do: docs/lora.md says which keys to change.
 #
 # On several GPUs `torchrun --nproc_per_node=4 train_fsdp.py config/qlora_8b.py` divides the bytes, too.
 

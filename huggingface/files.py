@@ -6,6 +6,9 @@ The folder of a Hugging Face model: finding it, and reading rows of its weights 
     found, lacking = weights.find(model)  # which tensor of the files belongs to which name of the model
     local, rows = local_rows(parameter)  # this rank's shard of a parameter and its rows; all of it if it is not sharded
     local.copy_(weights.read(found['model.norm.weight'], rows))
+
+A model may have more rows in its embedding and head than its folder: those of tokens that its user has added. They
+begin as the mean of the others, about as transformers' resize_token_embeddings() makes them.
 """
 
 import contextlib
@@ -54,6 +57,7 @@ class Weights:
         """key: the name of the key that names the folder, for messages. Raises ValueError if there are no weights, with
         the command that checks or fetches them."""
         self.folder, self.files = folder, {}
+        self.added, self.means = {}, {}  # {name in the files: rows that the model has more}, {it: the mean of its rows}
         advice = f'`python download_model.py --model={folder}` checks the folder, with --model=OWNER/NAME it fetches'
         if not os.path.isdir(folder):
             raise ValueError(f'{key}={folder}: its weights are needed to start, and it is not there; {advice}')
@@ -99,12 +103,30 @@ class Weights:
         """Some rows of a tensor, or all of it, as it is stored. Raises ValueError for numbers that are not finite: a
         run would go on from NaN, and a score would be made of it."""
         file = self.open(self.file_of[name])
-        values = file.get_slice(name)[rows] if self.shape(name) else file.get_tensor(name)
+        n_rows = self.shape(name)[0] if self.shape(name) else 0  # with those that are added
+        if name in self.added:
+            first, end, _ = rows.indices(n_rows)
+            n_stored = n_rows - self.added[name]
+            rows = slice(min(first, n_stored), min(end, n_stored))
+        values = file.get_slice(name)[rows] if n_rows else file.get_tensor(name)
         refuse_not_finite(name, values, os.path.join(self.folder, self.file_of[name]))
+        if name in self.added and end > n_stored:
+            n_new = end - max(first, n_stored)
+            values = torch.cat((values, self.mean(name).to(values.dtype).expand(n_new, *values.shape[1:])))
         return values
 
+    def mean(self, name):
+        """The mean of the rows of a tensor in the files, fp32."""
+        if name not in self.means:
+            part, n_rows = self.open(self.file_of[name]).get_slice(name), self.shape(name)[0] - self.added[name]
+            blocks = (part[first : first + ROWS_AT_ONCE] for first in range(0, n_rows, ROWS_AT_ONCE))
+            self.means[name] = (sum(block.double().sum(0) for block in blocks) / n_rows).float()
+        return self.means[name]
+
     def shape(self, name):
-        return tuple(self.open(self.file_of[name]).get_slice(name).get_shape())
+        """The shape of a tensor, with the rows that the model has more."""
+        shape = tuple(self.open(self.file_of[name]).get_slice(name).get_shape())
+        return (shape[0] + self.added[name], *shape[1:]) if name in self.added else shape
 
     def nbytes(self, name):
         return math.prod(self.shape(name)) * self.read(name, slice(0)).element_size()
@@ -144,6 +166,10 @@ class Weights:
                 found[name] = stored[0]
             elif not name.endswith(('.lora_A', '.lora_B')):
                 lacking.append(name)
+        rows, wanted = rows_in_folder(self.folder), getattr(model.config.get_text_config(), 'vocab_size', 0)
+        for name in names_of_tokens(model) if rows and wanted > rows else ():
+            if name in found and self.shape(found[name])[0] == rows:
+                self.added[found[name]] = wanted - rows
         return found, lacking
 
     def stored_as(self, model, names):
@@ -164,6 +190,23 @@ class Weights:
                 if not torch.equal(self.read(one, rows).float(), self.read(other, rows).float()):
                     return True
         return False
+
+
+def rows_in_folder(folder):
+    """The rows of the embedding by the config.json of a folder; None if it does not say."""
+    try:
+        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
+            content = json.load(file)
+        return content.get('text_config', content).get('vocab_size')
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def names_of_tokens(model):
+    """The first names of the parameters of a model that have a row for each token: of its embedding and its head."""
+    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    ours = {parameter for module in modules for parameter in module.parameters(recurse=False)}
+    return [name for name, parameter in model.named_parameters() if parameter in ours]
 
 
 def refuse_not_finite(name, values, where):

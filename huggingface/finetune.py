@@ -38,7 +38,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from huggingface import lora, nf4, rotation
-from huggingface.files import Weights, find_folder, local_rows, refuse_not_finite, tensors_to_load
+from huggingface.files import (
+    Weights,
+    find_folder,
+    local_rows,
+    names_of_tokens,
+    refuse_not_finite,
+    rows_in_folder,
+    tensors_to_load,
+)
 from model import (
     GPT,
     Balance,
@@ -181,6 +189,25 @@ class Pretrained:
             return self.config.dtype == torch.bfloat16
         return all(weights.dtype(name) == 'BF16' for name in weights.file_of if len(weights.shape(name)) > 1)
 
+    def add_tokens(self, rows):
+        """Have so many rows in embedding and head, for tokens that the folder's tokenizer has and its weights lack. A
+        folder that is kept says so in its config.json. Raises ValueError if these are not trained: then the new rows
+        would stay what they begin with, the mean of the others."""
+        self.config.get_text_config().vocab_size = self.vocab_size = rows
+        with torch.device('meta'):
+            model = for_training(copy.deepcopy(self))  # for_training() changes the noise in its configuration
+        parameters = dict(model.named_parameters())
+        frozen = [name.removesuffix('.weight') for name in names_of_tokens(model) if not parameters[name].requires_grad]
+        if frozen:
+            names = ','.join(name.rpartition('.')[2] for name in frozen)
+            mend = f'--modules_to_save={names} trains them' if self.lora_rank else 'leave freeze out'
+            raise ValueError(f'{", ".join(frozen)} would not be trained: {mend}')
+
+    @property
+    def added_rows(self):
+        """How many rows embedding and head have more than those of the folder with the weights."""
+        return self.vocab_size - (rows_in_folder(self.weights_folder) or self.vocab_size)
+
     @property
     def frozen_rounding(self):
         """To what frozen_dtype rounds the folder's weights: 'nf4', 'bfloat16', or 'float32' if they stay as they are. A
@@ -289,12 +316,14 @@ class Pretrained:
                 shutil.copytree(path, os.path.join(f'{kept}.tmp', name))
         if self.chat_templates:
             keep_templates(f'{kept}.tmp', self.chat_templates)
-        if self.unties:  # config.json must say what the weights show, since these are not kept
+        if self.unties or self.added_rows:  # config.json must say what is trained, since no weights are kept
             path = os.path.join(f'{kept}.tmp', 'config.json')
             with open(path, encoding='utf-8') as file:
                 content = json.load(file)
+            content.get('text_config', content)['vocab_size'] = self.vocab_size
+            content |= {'tie_word_embeddings': False} if self.unties else {}
             with open(path, 'w', encoding='utf-8') as file:
-                json.dump({**content, 'tie_word_embeddings': False}, file, indent=2)
+                json.dump(content, file, indent=2)
         shutil.rmtree(kept, ignore_errors=True)
         os.rename(f'{kept}.tmp', kept)
 
@@ -861,6 +890,11 @@ def whole_model(pretrained):
         )
     for name, tensor in model.state_dict().items():
         refuse_not_finite(name, tensor, pretrained.weights_folder)
+    if pretrained.added_rows:
+        model.resize_token_embeddings(pretrained.vocab_size, mean_resizing=False)
+        parameters, old = dict(model.named_parameters()), pretrained.vocab_size - pretrained.added_rows
+        for name in names_of_tokens(model):
+            parameters[name].data[old:] = parameters[name].data[:old].double().mean(0).float()
     if has_uneven_experts(model):
         model.set_experts_implementation('eager')
     return model.eval()

@@ -11,7 +11,7 @@ import math
 from expert_manual import rows_of_experts
 from layout import FP32, Layout, counted
 from optim import UPDATES, moments_of
-from planning.memory import held, memory_bytes, plans, totals
+from planning.memory import held, memory_bytes, plans, totals, while_writing
 from planning.rules import rule_rows
 from planning.sizes import empty_model
 from planning.traffic import sent
@@ -57,6 +57,8 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     if 'activations' not in memory:
         memory['activations'] = 'not known: this model does not run without data'
     memory |= columns([totals(parts) for parts in parts_by_stage])
+    if 'num_generations' in config:
+        memory |= columns([{'while it writes, at most': while_writing(ranks[0])}])
     dtypes = config['dtype'] + (f' and {config["matmul_dtype"]}' if config.get('matmul_dtype') else '')
     blocks = 'compiled' if ranks[0].activations.is_compiled else 'uncompiled'
     device = config['device'].partition(':')[0]
@@ -113,12 +115,17 @@ def out_of_memory_advice(config, world_size, strategy):
     """
     try:
         layout = Layout.of(config, strategy, world_size)
-        parts = memory_bytes(config, empty_model(config), world_size, strategy)
+        model = empty_model(config)
+        parts = memory_bytes(config, model, world_size, strategy)
+        writing = while_writing(plans(config, model, layout)[0]) if 'num_generations' in config else 0
     except (KeyError, TypeError, ValueError):  # the model's keys are missing
         return 'lower batch_size or block_size'
     device_parts = {part: size for part, size in parts.items() if not part.startswith('host')}
-    largest = max(device_parts, key=device_parts.get)
-    need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
+    largest, in_all = max(device_parts, key=device_parts.get), sum(device_parts.values())
+    if writing > in_all:
+        need = f'predicted need {writing / 1e9:.2f} GB per rank while it writes answers, at most'
+        return f'{need}: lower max_new_tokens and block_size, or set --generation_batch_size to fewer answers at once'
+    need = f'predicted need {in_all / 1e9:.2f} GB per rank, most of it {largest}'
     sharing = layout.expert
     if sharing > 1:  # otherwise more rows come, see activations.py
         need += ', if its experts get their share of the tokens'

@@ -5,7 +5,7 @@ the links.
     cluster = step_time.assumed('h100', gpus=64, node_gpus=4)  # or with a step and links that were measured
     step_time.step(config, 'fsdp', cluster)  # {'step': seconds, 'exposed': ..., 'bubble': ..., ...}
 
-Nothing is fitted to runs on several GPUs. docs/parallelism.md says how far off the predictions are.
+Nothing is fitted to runs on several GPUs. docs/strategies.md says how far off the predictions are.
 
 A rank computes all layers, or with a pipeline those of its stage; 1/tensor_parallel of each matrix and of the heads;
 and 1/context_parallel of each sequence. So its work is that of a smaller model, see model_of_rank().

@@ -16,7 +16,7 @@ from dataset.mixture import names_in, parse_stages
 from dataset.windows import read_meta
 from runtime import checkpoint
 from system import processes
-from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
+from text.tokenizer import as_argument, check_same_tokenizer, load_tokenizer, same_tokenizer
 
 
 def open_init_from(run):
@@ -67,11 +67,12 @@ def open_folder(run):
         pretrained.router_aux = pretrained.router_z = 0.0
     if config.native:
         native.model_config_of(pretrained)  # raises for a feature that model.py lacks, before data is opened
-    config.vocab_size = pretrained.vocab_size
     if 'prompts' in vars(config):  # of which there are no tokens yet
+        config.vocab_size = pretrained.vocab_size
         return pretrained
-    refuse_larger_vocabulary(vars(config), pretrained)
     run.notes += check_same_tokenizer(data.folder_of(vars(config)), pretrained.folder)
+    run.notes += add_tokens(vars(config), pretrained)
+    config.vocab_size = pretrained.vocab_size
     if config.dataset != 'synthetic':
         # prepare_data.py made this comparison for the folder it was given, which may have been another one.
         not_compared = compare_with_transformers(pretrained.folder, config.trust_remote_code)
@@ -115,27 +116,24 @@ def run_to_start_from(config, explicit):
     return path
 
 
-def refuse_larger_vocabulary(keys, pretrained):
-    """Raise ValueError if a dataset has tokens for which the model has no rows in its embedding, as when special tokens
-    have been added to the tokenizer alone."""
-    folder, rows = pretrained.folder, pretrained.vocab_size
+def add_tokens(keys, pretrained):
+    """Give rows to tokens that a dataset has and the model's embedding lacks, as when special tokens have been added to
+    the tokenizer of a folder. Returns lines for the log. Raises ValueError if these rows would not be trained."""
     datasets = names_in(parse_stages(keys))
     if keys['val_dataset']:
         datasets += names_in(parse_stages({**keys, 'dataset': keys['val_dataset'], 'dataset_stages': ()}))
-    for name in datasets:
-        meta = read_meta(Path(keys['data_dir'], name))
-        largest = max((facts.get('max_token', -1) for facts in meta.get('splits', {}).values()), default=-1)
-        if largest < rows:
-            continue
-        needed, to = max(largest + 1, meta.get('vocab_size', 0)), f'{folder}-resized'
-        steps = f'm = M.from_pretrained("{folder}"); m.resize_token_embeddings({needed}); m.save_pretrained("{to}")'
-        steps = f'{steps}; T.from_pretrained("{folder}").save_pretrained("{to}")'
-        names = 'AutoModelForCausalLM as M, AutoTokenizer as T'
-        raise ValueError(
-            f'dataset={name} has the token {largest}, the embedding of {folder} {rows:,} rows: give new tokens rows, '
-            f"`python -c 'from transformers import {names}; {steps}'`, and take --init_from={to} (with LoRA also "
-            '--modules_to_save=NAMES of its embedding and head, which learns the new rows)'
-        )
+    splits = {name: read_meta(Path(keys['data_dir'], name)).get('splits', {}).values() for name in datasets}
+    largest = {name: max((facts.get('max_token', -1) for facts in found), default=-1) for name, found in splits.items()}
+    name, rows, folder = max(largest, key=largest.get), pretrained.vocab_size, pretrained.folder
+    if largest[name] < rows:
+        return []
+    given = f'dataset={name} has the token {largest[name]}, the embedding of {folder} {rows:,} rows'
+    n_tokens = max(load_tokenizer(folder).vocab_size, largest[name] + 1)
+    try:
+        pretrained.add_tokens(n_tokens)
+    except ValueError as error:
+        raise ValueError(f'{given}: new tokens need rows of their own, and {error}') from error
+    return [f'{given}: {n_tokens - rows:,} new rows begin as the mean of the others']
 
 
 def check_frozen_dtype(run):

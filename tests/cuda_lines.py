@@ -5,7 +5,7 @@ Which lines of the code run only on CUDA, and which of them do tests run even wh
 
     contract    the stand-ins of on_cuda.py, which refuse what the real kernels refuse, and compute their numbers
     fake        a device that keeps books (the streams of streams.py), has shapes alone (meta), or a patched function
-    -           nothing: docs/gpu.md has the reason for each
+    -           nothing: what asks a driver or a card itself (docs/gpu.md)
 
 A line counts as CUDA's alone if it is in a branch that asks for CUDA (on_cuda, is_cuda, device.type == 'cuda', a stream
 that a CPU lacks), or if it names what only CUDA has: streams, events, page-locked memory, NCCL. Traced are the tests

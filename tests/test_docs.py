@@ -3,7 +3,6 @@
 import ast
 import functools
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,9 @@ from system.files import ROOMS
 REPO = Path(__file__).resolve().parent.parent
 README, CODE = REPO / 'README.md', REPO / 'docs' / 'code.md'
 CHAPTERS = sorted((REPO / 'docs').glob('**/*.md'))
-PAGES = [README, REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *CHAPTERS]
-NAMES = [page.name for page in PAGES]
+TEMPLATES = sorted((REPO / '.github').glob('**/*.md'))
+PAGES = [README, REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *TEMPLATES, *CHAPTERS]
+NAMES = [str(page.relative_to(REPO)) for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'evaluate.py']
@@ -119,11 +119,6 @@ def test_every_chapter_is_linked_from_the_readme():
     assert len(CHAPTERS) >= 10
     for chapter in CHAPTERS:
         assert f'](docs/{chapter.relative_to(REPO / "docs")})' in text, f'no link to {chapter.name}'
-
-
-def test_the_page_of_keys_is_up_to_date():
-    written = runpy.run_path(str(REPO / 'docs/write_reference.py'))
-    assert written['PAGE'].read_text() == written['keys_page'](), 'run `python docs/write_reference.py`'
 
 
 # --- every page -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The pictures of the strategies are true: who holds how much."""
 
+import json
 import re
 import sys
 
@@ -9,6 +10,7 @@ from launch import REPO
 
 sys.path.append(str(REPO / 'docs' / 'pictures'))
 
+import draw_card
 import draw_strategies
 import placements
 import svg
@@ -58,6 +60,14 @@ def test_rectangles_cover_what_is_held():
     assert area == pytest.approx(elements(masks) / sum(mask.size for mask in masks.values()))
     whole = {name: np.ones_like(mask) for name, mask in masks.items()}
     assert draw_strategies.rectangles(whole) == [pytest.approx((0, 0, 1, 1))]
+
+
+@pytest.mark.parametrize('theme', [svg.LIGHT, svg.DARK], ids=['light', 'dark'])
+def test_the_picture_of_the_h100_is_drawn_from_its_results_and_kernels_fit_into_their_step(theme):
+    found = json.loads(draw_card.RESULTS.read_text())
+    assert (svg.ASSETS / f'h100_{theme.name}.svg').read_text() == draw_card.draw(found, theme).svg()
+    for name, _ in draw_card.STEPS:
+        assert 0.9 * found[name]['total'] < sum(found[name]['kernels_ms'].values()) < found[name]['total'], name
 
 
 def test_drawings_are_small_and_plain():

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from faults import wait_until
-from launch import run_script
+from launch import REPO, run_script
 
 from benchmarks import gpu, gpu_checks
 from benchmarks.gpu import Bench, Check
@@ -139,6 +139,17 @@ def test_losses_too_far_from_those_of_the_other_run_are_a_failure(tmp_path):
     page = gpu.page(bench)
     assert '- exact-fsdp: losses differ by 1.0e-04 from those of exact-cpu' in page and 'exact-nan: losses' in page
     assert '| exact-ddp | exact-cpu | 5.0e-06 |  |' in page and 'Checks passed: 2 of 4' in page
+
+
+def test_the_row_of_the_h100_in_the_guide_is_that_of_its_results(tmp_path):
+    """docs/pictures/h100.json has what each check found there. Nothing else is a cell that somebody has typed."""
+    guide, results = (REPO / 'docs/gpu.md').read_text(), json.loads((REPO / 'docs/pictures/h100.json').read_text())
+    for cells in (gpu.CARD, gpu.row_of_card(results)):
+        assert f'| {" | ".join(cells)} |' in guide
+    bench = Bench('cpu', tmp_path)
+    bench.keep('exact ddp', {'losses': [2.0, 4.0]})
+    bench.keep('exact fsdp', {'losses': [2.0, 4.00002]})
+    assert f'| {" | ".join(gpu.CARD)} |' in gpu.page(bench) and '|  |  |  |  | 5.0e-06 |  |  | ' in gpu.page(bench)
 
 
 def trace(steps):

@@ -570,6 +570,116 @@ def test_a_model_answers_the_twenty_questions_that_it_was_taught(tmp_path):
     assert right >= 18, said
 
 
+# --- new tokens -------------------------------------------------------------------------------------------------------
+
+NEW = ['What is', 'A number', ' never used']  # in every row of `chats`, but for the last
+
+
+@pytest.fixture(scope='module')
+def with_tokens(models, tmp_path_factory):
+    """{kind of model: its folder, to whose tokenizer tokens were added}, and a data_dir with `more`, which has them."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp('with_tokens')
+    folders = {kind: folder / kind for kind in ('llama', 'gpt2')}  # one has a head of its own, the other is tied
+    for kind, place in folders.items():
+        shutil.copytree(models / kind, place)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        assert tokenizer.add_tokens(NEW) == 3
+        tokenizer.save_pretrained(place)
+    rows = [{'prompt': f'What is {number}?', 'completion': f'A number: {number}.'} for number in range(50)]
+    (folder / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    keys = [f'--tokenizer={folders["llama"]}', f'--data_dir={folder / "data"}', '--name=more', '--val_fraction=0.2']
+    fork_script('prepare_data.py', f'--dataset={folder / "rows.jsonl"}', *keys, '--num_proc=1')
+    return folders, folder / 'data'
+
+
+def load_with_tokens(folder, implementation):
+    """(embedding, head) with new rows, gathered from all ranks, and the line of the self-test."""
+    pretrained = finetune.Pretrained(folder)
+    pretrained.add_tokens(VOCABULARY + len(NEW))
+    with torch.device('meta'):
+        raw = finetune.for_training(pretrained)
+    model = sharded(raw, implementation)
+    raw.to_empty(device='cpu')
+    finetune.load(raw, pretrained)
+    line = finetune.self_test(model, raw, pretrained, True, False, torch.device('cpu'))
+    weights = (raw.get_input_embeddings().weight, raw.get_output_embeddings().weight)
+    return [getattr(weight, 'full_tensor', lambda weight=weight: weight)().detach() for weight in weights], line
+
+
+@pytest.mark.parametrize('kind', ['llama', 'gpt2'])
+def test_rows_of_new_tokens_begin_as_the_mean_of_the_others_on_any_number_of_ranks(with_tokens, kind):
+    import transformers
+
+    folder = with_tokens[0][kind]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs.resize_token_embeddings(VOCABULARY + len(NEW))
+    expected = theirs.get_input_embeddings().weight, theirs.get_output_embeddings().weight
+    for n_ranks, implementation in ((1, None), (3, 'torch'), (2, 'manual')):
+        for found, line in run_function(n_ranks, load_with_tokens, str(folder), implementation):
+            assert f'logits are those of {folder} (' in line
+            for ours, wanted in zip(found, expected, strict=True):
+                assert torch.equal(ours[:VOCABULARY], wanted[:VOCABULARY])
+                assert torch.equal(ours[VOCABULARY:], ours[:VOCABULARY].double().mean(0).float().expand(3, -1))
+                torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)  # theirs are drawn around the mean
+
+
+def test_new_tokens_are_trained_resumed_and_exported(with_tokens, tmp_path):
+    import transformers
+
+    folders, data_dir = with_tokens
+    keys = [*RUN, f'--data_dir={data_dir}', '--dataset=more', f'--init_from={folders["llama"]}', '--learning_rate=1e-2']
+    for steps in (1, 3):
+        said = fork_script('train_ddp.py', *keys, f'--out_dir={tmp_path / "ddp"}', f'--max_iters={steps}')[0].stdout
+    rows = f'dataset=more has the token {VOCABULARY + 1}, the embedding of {folders["llama"]} {VOCABULARY} rows'
+    assert f'{rows}: 3 new rows begin as the mean of the others' in said
+    fork_script(
+        'train_fsdp.py', *keys, f'--out_dir={tmp_path / "fsdp"}', '--max_iters=3', '--fsdp_impl=manual', nproc=2
+    )
+    assert_same_run(column(tmp_path / 'ddp', 'loss'), column(tmp_path / 'fsdp', 'loss'))
+
+    fork_script('export_model.py', f'--out_dir={tmp_path / "fsdp"}', f'--to={tmp_path / "export"}')
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export')
+    embedding, head = exported.get_input_embeddings().weight, exported.get_output_embeddings().weight
+    assert exported.config.vocab_size == len(embedding) == len(head) == VOCABULARY + 3
+    for weight in (embedding, head):
+        assert (weight[VOCABULARY] - weight[VOCABULARY + 1]).abs().max() > 1e-3
+    original = transformers.AutoModelForCausalLM.from_pretrained(folders['llama']).get_input_embeddings().weight
+    torch.testing.assert_close(embedding[VOCABULARY + 2], original.mean(0))  # of the token that no text has
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'export')
+    assert tokenizer.encode('What isA number') == [VOCABULARY, VOCABULARY + 1]
+
+
+def test_new_tokens_are_refused_beside_what_would_not_train_them(models, with_tokens, tmp_path):
+    import transformers
+
+    folders, data_dir = with_tokens
+    keys = [
+        f'--data_dir={data_dir}',
+        '--dataset=more',
+        f'--init_from={folders["llama"]}',
+        f'--out_dir={tmp_path / "out"}',
+    ]
+    line = mistake('train_ddp.py', *keys, '--lora_rank=2', nproc=1)
+    assert (
+        'model.embed_tokens, lm_head would not be trained: --modules_to_save=embed_tokens,lm_head trains them' in line
+    )
+    other = shutil.copytree(folders['llama'], tmp_path / 'other')  # with the tokenizer as it was
+    shutil.copyfile(models / 'llama' / 'tokenizer.json', other / 'tokenizer.json')
+    line = mistake('train_ddp.py', *keys, f'--init_from={other}', nproc=1)
+    assert 'has the special token What is, which' in line
+    line = mistake('train_ddp.py', *keys, '--freeze=lm_head', nproc=1)
+    assert 'lm_head would not be trained: leave freeze out' in line
+    lora = ['--lora_rank=2', '--modules_to_save=embed_tokens,lm_head', '--learning_rate=1e-2', '--max_iters=2']
+    fork_script('train_ddp.py', *RUN, *keys, *lora)
+    (ended,) = fork_script('export_model.py', f'--out_dir={tmp_path / "out"}', '--adapter', check=False)
+    assert ended.returncode == 1 and 'adapter=True' in ended.stderr and ended.stderr.count('\n') == 1
+    fork_script('export_model.py', f'--out_dir={tmp_path / "out"}', f'--to={tmp_path / "export"}')
+    embedding = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export').get_input_embeddings().weight
+    assert len(embedding) == VOCABULARY + 3 and not torch.equal(embedding[VOCABULARY], embedding[VOCABULARY + 1])
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -780,27 +890,6 @@ def test_weights_that_lack_a_tensor_are_not_replaced_by_random_ones(model, keys)
     save_file(weights, model / 'model.safetensors', metadata={'format': 'pt'})
     line = mistake('train_fsdp.py', *keys)
     assert 'model.layers.1.mlp.up_proj.weight' in line and str(model) in line
-
-
-def test_tokens_without_a_row_in_the_embedding_are_given_one_by_the_command_in_the_line(
-    model, keys, prepared, tmp_path
-):
-    import transformers
-
-    shutil.copytree(prepared / 'chats', tmp_path / 'more')
-    meta = json.loads((tmp_path / 'more' / 'meta.json').read_text())
-    meta['splits']['val']['max_token'] = VOCABULARY + 1
-    (tmp_path / 'more' / 'meta.json').write_text(json.dumps({**meta, 'vocab_size': VOCABULARY + 3}))
-    line = mistake('train_ddp.py', *keys, f'--data_dir={tmp_path}', '--dataset=more')
-    assert f'dataset=more has the token {VOCABULARY + 1}, the embedding of {model} {VOCABULARY} rows' in line
-    exec(re.search("`python -c '(.*?)'`", line)[1], {})
-    resized = re.search('--init_from=([^ ]+) ', line)[1]
-    assert finetune.Pretrained(resized).vocab_size == VOCABULARY + 3
-    assert (Path(resized) / 'chat_template.jinja').read_bytes() == (model / 'chat_template.jinja').read_bytes()
-    old, new = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (model, resized))
-    rows, known = new.get_input_embeddings().weight, old.get_input_embeddings().weight
-    assert torch.equal(rows[:VOCABULARY], known) and new.dtype == old.dtype
-    torch.testing.assert_close(rows[VOCABULARY:], known.mean(0).expand(3, -1), rtol=0, atol=0.01)
 
 
 def test_a_base_model_without_a_chat_template_is_exported_and_asked_with_that_of_its_data(model, keys, tmp_path):

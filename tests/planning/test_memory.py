@@ -828,6 +828,30 @@ def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most()
     assert '--strategy=fsdp on several GPUs' in advice and not re.search('train_fsdp|accumulate|cpu_offload', advice)
 
 
+@torch.no_grad()
+def test_what_it_takes_to_write_answers_is_states_whole_weights_and_a_cache():
+    shape = shape_of('llama with grouped queries')
+    config = config_of(shape, dtype='bfloat16', num_generations=8, generation_batch_size=3, **FSDP) | shape.to_dict()
+    model = sizes.empty_model(config)
+    cache, tokens = model.new_cache(shape.block_size), torch.zeros(3, shape.block_size, dtype=torch.long, device='meta')
+    model.compute_dtype = torch.bfloat16
+    model(tokens, cache=cache)
+    parameters = sum(p.numel() for p in model.parameters())
+    states = 4 * 4 * parameters / 4  # fp32 weights, gradients and two moments, over 4 ranks
+    needs = states + 2 * parameters + sum(of_block.keys.nbytes + of_block.values.nbytes for of_block in cache)
+
+    def of(**keys):
+        plan, *_ = memory.plans(config | keys, sizes.empty_model(config), memory.Layout.of(config | keys, 'fsdp', 4))
+        return memory.while_writing(plan)
+
+    assert of() == needs
+    assert of(generation_batch_size=None) == of(generation_batch_size=8)  # all that a rank writes in a step
+    assert 'while it writes, at most' in report.dry_run(config, {}, 4, 'fsdp')
+    assert 'block_size=128' in report.out_of_memory_advice(config, 4, 'fsdp')
+    much = config | {'global_batch_size': 40_000, 'generation_batch_size': None}
+    assert '--generation_batch_size' in report.out_of_memory_advice(much, 4, 'fsdp')
+
+
 def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
     shape = shape_of('gpt2', n_embd=2048, block_size=16)
     config = config_of(shape, dtype='bfloat16', activation_checkpointing='full', **FSDP) | {'zero_stage': 1}
