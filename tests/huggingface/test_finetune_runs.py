@@ -637,7 +637,9 @@ def test_new_tokens_are_trained_resumed_and_exported(with_tokens, tmp_path):
     fork_script(
         'train_fsdp.py', *keys, f'--out_dir={tmp_path / "fsdp"}', '--max_iters=3', '--fsdp_impl=manual', nproc=2
     )
-    assert_same_run(column(tmp_path / 'ddp', 'loss'), column(tmp_path / 'fsdp', 'loss'))
+    fork_script('train_ddp.py', *keys, f'--out_dir={tmp_path / "native"}', '--max_iters=3', '--native=True')
+    for other in ('fsdp', 'native'):
+        assert_same_run(column(tmp_path / other, 'loss'), column(tmp_path / 'ddp', 'loss'), other)
 
     fork_script('export_model.py', f'--out_dir={tmp_path / "fsdp"}', f'--to={tmp_path / "export"}')
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export')
