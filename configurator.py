@@ -401,13 +401,19 @@ def split_arguments(arguments, knobs, known, script):
             name = flag if flag.startswith('--') and not has_value else key  # --lr 1e-4, or optimizer.lr=1e-4
             if translated(name.lstrip('-').replace('-', '_'), known, script):
                 find(name.lstrip('-'), known, script, name)  # says so
-            if flag.startswith('--') and not has_value:
+            if equals and key in knobs:  # also behind a bare flag, as in --dry_run batch_size=8
+                meant = f'--{key}={text}'
+            elif flag.startswith('--') and not has_value:
                 meant = f'{previous}={argument}'
             elif flag[2:] in knobs and 'list' in knobs[flag[2:]].types:  # --tasks=a.jsonl b.jsonl
                 meant = f'{previous.rstrip(",")},{argument}'
             else:
-                meant = f'--{key}={text}' if key in knobs else ''
+                meant = ''
             hint = f'; did you mean {meant} ?' if meant else ''
+            if not equals and not meant:  # a recipe's name, or a .yaml file
+                hint = (
+                    '; docs/configuration.md has what a config file is, docs/reference/names.md the recipes of others'
+                )
             raise Mistake(f'{argument!r} is neither a config file (*.py) nor --key=value{hint}')
         previous = argument
     return files, options

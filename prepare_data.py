@@ -187,7 +187,9 @@ if config.text_field and '{' in config.text_field:  # a template; a shell passes
 if config.pairs:
     for key in ('chat', 'chat_fields', 'text_field'):
         if getattr(config, key):
-            raise ValueError(f'pairs=True with {key}: pairs are read by their chosen and rejected: leave {key} out')
+            raise ValueError(
+                f'pairs=True with {key}: pairs are read by their fields prompt, chosen and rejected: leave {key} out'
+            )
     if config.train_on_input:
         raise ValueError('pairs=True with train_on_input: of a pair the two answers are learned: leave out one of them')
     if config.chat is False or config.tokenizer == 'bpe':

@@ -1,11 +1,11 @@
 # Teach a chat model which of two answers is the better one: direct preference optimisation, after sft_chat.py.
 #
-#   python prepare_data.py --pairs --dataset=pairs.jsonl --tokenizer=out/sft_chat/export --name=pairs
+#   python prepare_data.py --pairs --dataset=pairs.jsonl --tokenizer=models/sft_chat --name=pairs
 #   torchrun --nproc_per_node=4 train_dpo.py config/dpo_chat.py --strategy=fsdp
 #   python sample.py --out_dir=out/dpo_chat --prompt="What did I ask you to remember?"
 
 out_dir = 'out/dpo_chat'
-init_from = 'out/sft_chat/export'  # `python export_model.py --out_dir=out/sft_chat`: the reference, and where it begins
+init_from = 'models/sft_chat'  # `python export_model.py --out_dir=out/sft_chat`: the reference, and where it begins
 dataset = 'pairs'
 
 block_size = 2048  # both answers of a pair with their prompts; longer pairs are left out, and you are told

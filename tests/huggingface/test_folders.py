@@ -126,6 +126,9 @@ def test_pointers_of_git_lfs_and_adapters_are_named_with_the_mend(folder_of):
         with pytest.raises(ValueError, match=f'{name} is a pointer of Git LFS.*lfs pull'):
             loaded(folder)
     (folder / 'adapter_config.json').write_text(json.dumps({'base_model_name_or_path': 'some/base'}))
+    with pytest.raises(ValueError, match='adapter of peft beside a model: take adapter_config.json'):
+        loaded(folder)
+    (folder / 'model.safetensors').unlink()
     with pytest.raises(
         ValueError, match=r'adapter of peft for the model some/base.*dtype="float32"\).merge_and_unload'
     ):
