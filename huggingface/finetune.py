@@ -417,7 +417,7 @@ def refuse_adapter(folder):
         with contextlib.suppress(ValueError, AttributeError), open(path, encoding='utf-8') as file:
             base = json.load(file).get('base_model_name_or_path') or base
         if any(file.startswith(('model', 'hf_model')) and file.endswith('.safetensors') for file in os.listdir(folder)):
-            move = 'take adapter_config.json and adapter_model.* away if it is merged into that, as in what torchtune saves'
+            move = 'take adapter_config.json and adapter_model.* away if it is merged into that, as torchtune saves it'
             raise ValueError(f'{folder} holds an adapter of peft beside a model: {move}; else give each its own folder')
         merge = f"{merge_command(folder)}, copy the tokenizer's files there, and give that folder"
         raise ValueError(f'{folder} is an adapter of peft for the model {base}: merge the two, {merge}')
