@@ -767,6 +767,12 @@ def main():
     parser.add_argument('--out', default='out/gpu')
     parser.add_argument('--nanogpt', metavar='FOLDER')
     arguments = parser.parse_args()
+    import torch  # here, so that --help is quick
+
+    if arguments.device == 'cuda' and not torch.cuda.is_available():
+        parser.error('torch finds no GPU here (nvidia-smi, or a torch without CUDA): --device=cpu tries the checks')
+    if arguments.nanogpt and not Path(arguments.nanogpt, 'train.py').exists():
+        parser.error(f'--nanogpt={arguments.nanogpt}: no train.py there: give a clone of nanoGPT')
     bench = Bench(arguments.device, arguments.out, arguments.budget, arguments.jobs, arguments.nanogpt)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()

@@ -1,7 +1,7 @@
 # GPT-2 with 124M parameters on 10B tokens of FineWeb, with nanoGPT's hyperparameters (its config/train_gpt2.py).
 #
 #   python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2
-#   torchrun --nproc_per_node=8 train_ddp.py config/gpt2_124m.py
+#   torchrun --nproc_per_node=8 train_ddp.py config/gpt2_124m.py     # or python train_ddp.py, with one GPU
 
 out_dir = 'out/gpt2_124m'
 dataset = 'fineweb-10BT-gpt2'

@@ -242,11 +242,6 @@ class Pretrained:
     def from_keys(cls, config, explicit):
         """From a script's config. Also raises ValueError for keys that only a model from scratch has, for a folder that
         does not exist, and for one without weights, unless an earlier start of this run has read them."""
-        set_here = [key for key in NATIVE_MODEL_KEYS if key in explicit]
-        if set_here:
-            given = f'{set_here[0]}={config[set_here[0]]!r}'
-            keys = ', '.join(f'{key} ({explicit[key]})' for key in set_here)  # with the file, or 'command line'
-            raise ValueError(f'{given}: init_from={config["init_from"]} has its own; leave out {keys}')
         init_from, kept = config['init_from'], os.path.join(config['out_dir'], KEPT)
         try:
             source = find_folder(init_from)
@@ -254,6 +249,11 @@ class Pretrained:
             if not os.path.isdir(kept):
                 raise
             source = None  # the run resumes from its checkpoints, with the files that it has kept of the folder
+        set_here = [key for key in NATIVE_MODEL_KEYS if key in explicit]
+        if set_here:
+            given = f'{set_here[0]}={config[set_here[0]]!r}'
+            keys = ', '.join(f'{key} ({explicit[key]})' for key in set_here)  # with the file, or 'command line'
+            raise ValueError(f'{given}: init_from={config["init_from"]} has its own; leave out {keys}')
         if source:
             refuse_adapter(source)  # first, since an adapter has no weights of a model
         if source and not os.path.isdir(kept) and not config['dry_run']:

@@ -23,6 +23,8 @@ def open_init_from(run):
     """Find what init_from names: run.start_from, the checkpoint of an earlier run, or run.pretrained, a Hugging Face
     folder, or neither of them. It gives the model's keys their values. No weights are read yet."""
     config = run.config
+    if config.init_from == 'resume':  # nanoGPT's
+        raise ValueError('init_from=resume: leave it out, since a run goes on from the checkpoints in its out_dir')
     run.start_from = run_to_start_from(config, run.explicit)
     if config.native and (config.init_from == 'scratch' or run.start_from):
         given = f'native=True with init_from={config.init_from}'

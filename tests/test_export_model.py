@@ -50,7 +50,8 @@ RUNS = {  # name: (script, its arguments, the class that transformers has for it
         'Qwen3MoeForCausalLM',
     ),
     'biased_experts': ('train_fsdp.py', ['--arch=qwen3', '--n_experts=4', '--router_bias=0.01'], 'GPTForCausalLM'),
-    'gated': ('train_fsdp.py', ['--arch=qwen3', '--attention_gate', *NEAR], 'GPTForCausalLM'),
+    'gated': ('train_fsdp.py', ['--arch=qwen3', '--attention_gate'], 'GPTForCausalLM'),
+    'near': ('train_fsdp.py', ['--arch=llama', *NEAR], 'GPTForCausalLM'),
 }
 TRAIN = ['--dataset=tiny', '--max_iters=3', '--global_batch_size=4', '--dtype=float32']
 TEXTS = [
