@@ -46,6 +46,16 @@ def test_a_name_that_no_check_has_is_refused(bench_of, tmp_path):
     assert code == 2 and '--only=nosuch: no check has such a name; there are: versions; start; ' in said
 
 
+def test_without_a_gpu_or_a_folder_of_nanogpt_nothing_begins(bench_of, tmp_path):
+    out = tmp_path / 'out'
+    if not torch.cuda.is_available():
+        code, _, said = bench_of('--device=cuda', f'--out={out}')
+        assert code == 2 and 'torch finds no GPU here' in said
+    code, _, said = bench_of(f'--nanogpt={tmp_path}', f'--out={out}')
+    assert code == 2 and f'--nanogpt={tmp_path}: no train.py there' in said
+    assert not out.exists()
+
+
 def test_checks_leave_results_and_a_page_and_a_second_call_does_those_that_were_left_out(bench_of, tmp_path):
     arguments = ['--only=versions|exact ddp', f'--out={tmp_path}']
     _, none, _ = bench_of(*arguments, '--budget=0')

@@ -838,6 +838,10 @@ def test_sizes_of_a_model_that_has_its_own(keys, tmp_path):
     line = mistake('train_diloco.py', tmp_path / 'mine.py', *keys, '--num_replicas=2', '--bias=True')
     assert 'n_layer=2: init_from' in line
     assert line.endswith(f'leave out n_layer ({tmp_path}/mine.py), bias (command line)')
+    line = mistake('train_ddp.py', tmp_path / 'mine.py', *keys, '--init_from=no/where')
+    assert 'init_from=no/where: no such folder' in line  # first of all
+    line = mistake('train_ddp.py', *keys, '--init_from=resume')  # as nanoGPT has it
+    assert 'init_from=resume: leave it out, since a run goes on' in line
 
 
 def test_lora_targets_that_the_model_does_not_have(keys):
