@@ -166,6 +166,7 @@ launch() {
     SCRIPT=${SCRIPT:-train_fsdp.py}
     [[ -f $SCRIPT ]] || fail "SCRIPT=$SCRIPT: not in $PWD, which has $(echo train_*.py)"
     (($#)) || set -- "${CONFIG:-config/enoki_8h.py}"
+    [[ " $* " == *.py\ * ]] || say "no config is named: $SCRIPT has its own defaults, without ${CONFIG:-config/enoki_8h.py}"
     if [[ -z $(argument data_dir "$@") ]]; then
         require_datasets_dir
         set -- --data_dir="$DATASETS_DIR" "$@"
