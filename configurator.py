@@ -448,6 +448,9 @@ def run_config_file(path, values):
         line = f', line {lines[-1]}' if lines else ''
         message = ' '.join(str(error).split())  # some exceptions have several lines
         raise Mistake(f'{path}{line}: {type(error).__name__}: {message}') from None
+    for name in namespace.get('__annotations__', {}):
+        if name not in namespace.assigned:
+            raise Mistake(f'{path}: `{name}: ...` is YAML, and sets nothing in Python: write {name} = ...')
     return {name: namespace[name] for name in namespace.assigned if name[0] != '_' and name in namespace}
 
 

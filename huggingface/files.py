@@ -42,8 +42,9 @@ def find_folder(init_from, key='init_from'):
 
         with contextlib.suppress(OSError, ValueError):  # its LocalEntryNotFoundError is both
             return huggingface_hub.snapshot_download(init_from, local_files_only=True)
-    hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
-    advice = f'`python download_model.py --model={hub_id}` where there is internet, then --{key}=models/NAME'
+    hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/', 'out/')) else 'OWNER/NAME'
+    advice = f'`python download_model.py --model={hub_id}` where there is internet, or of a run of yours '
+    advice += f'`python export_model.py --out_dir=out/NAME`, then --{key}=models/NAME'
     beside = os.path.dirname(init_from) or '.'
     if os.path.isdir(beside):
         advice += f'; {beside} holds: {", ".join(sorted(os.listdir(beside))[:10]) or "nothing"}'

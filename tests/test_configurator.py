@@ -657,6 +657,13 @@ def test_a_key_of_a_file_counts_if_the_file_names_the_script(tmp_path):
 # --- config files -----------------------------------------------------------------------------------------------------
 
 
+def test_a_line_of_yaml_in_a_config_file_is_refused(error):
+    """Python takes it for an annotation, which sets nothing."""
+    for line in ('layers: 4', 'lerning_rate: 1e-3'):
+        name = line.partition(':')[0]
+        assert error(a=line).endswith(f'a.py: `{name}: ...` is YAML, and sets nothing in Python: write {name} = ...')
+
+
 def test_files_run_in_order_and_before_the_command_line_wherever_they_stand(run):
     script = run('--name=last', a='batch_size = 2; learning_rate = 1', b="batch_size = batch_size * 3; name = 'file'")
     assert (script['batch_size'], script['learning_rate'], script['name']) == (6, 1.0, 'last')
