@@ -329,7 +329,7 @@ def test_what_cannot_be_is_one_line(models, tmp_path, keys, problem):
 
 def test_what_a_script_does_not_have_is_one_line_with_the_key_that_helps(models, tmp_path):
     keys = [*RUN, *LORA, f'--init_from={models / "llama_64"}', f'--out_dir={tmp_path}', '--frozen_dtype=nf4']
-    line = refusal('train_parallel.py', *keys, '--tensor_parallel=2', nproc=2)
+    line = refusal('train_parallel.py', *keys, '--tensor_parallel=2', '--fsdp_impl=manual', nproc=2)
     assert 'tensor_parallel=2: models of transformers are not cut; ' in line
     line = refusal('train_pipeline.py', *keys, nproc=2)
     assert "transformers' class is not cut into stages: use train_fsdp.py" in line
