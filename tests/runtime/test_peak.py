@@ -139,7 +139,7 @@ def assert_peak_is_predicted(config, sizes_of_model, mesh, micro_steps):
 
 @pytest.mark.parametrize(
     ('checkpointing', 'sharing', 'micro_steps', 'accumulate'),
-    slow_but(['full 2 1 unsharded'], [
+    slow_but(['full 2 1 unsharded', 'none 2 1 unsharded'], [
      ('full', 2, 1, 'unsharded'), ('full', 1, 1, 'unsharded'), ('none', 2, 1, 'unsharded'),
      ('selective', 2, 1, 'unsharded'), ('full', 4, 1, 'unsharded'), ('full', 4, 2, 'unsharded'),
      ('full', 2, 2, 'unsharded'), ('full', 2, 2, 'sharded')],

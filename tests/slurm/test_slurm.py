@@ -229,7 +229,12 @@ def test_the_plan_on_a_login_node_is_that_of_the_jobs_ranks(project):
         'bash slurm/multi_node.sh config/tiny.py --dry_run --batch_size=1 --global_batch_size=16', project, NPROC=None
     )
     assert '1 sequence x 2 micro-steps x 8 ranks = 16 sequences' in result.stdout, result.stdout + result.stderr
-    assert 'memory per rank' in result.stdout
+    assert 'memory per rank' in result.stdout and 'no config is named' not in result.stdout
+
+
+def test_keys_without_a_config_are_said_to_be_alone(project):
+    said = bash('bash slurm/diloco.sh --dry_run --dataset=nowhere', project, NPROC='1').stdout
+    assert 'no config is named: train_diloco.py has its own defaults, without config/diloco_enoki.py' in said
 
 
 def test_mistakes_that_cost_no_time_at_all(project):

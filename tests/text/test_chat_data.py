@@ -585,6 +585,9 @@ def test_system_messages_that_a_template_refuses_can_become_part_of_the_users(tm
     assert re.search('fold_system=None, .* True', error)
     error = error_of(tmp_path, '--tokenizer=bytes', '--fold_system')
     assert 'fold_system=True ' in error
+    assert 'train_on_input=True is for conversations' in error_of(tmp_path, '--tokenizer=bytes', '--train_on_input')
+    error = error_of(tmp_path, *arguments, '--pairs', '--train_on_input')
+    assert 'pairs=True with train_on_input: ' in error
 
 
 def test_the_validation_split_is_drawn_among_the_conversations_that_the_template_can_write(tmp_path):
