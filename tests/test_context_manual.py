@@ -23,7 +23,7 @@ from launch import (
 from layouts import layout_of
 from on_cuda import on_cuda
 from outputs import column
-from precision import TIMES, assert_as_close_to_float64, assert_same_run, in_float64, times_further
+from precision import TIMES, all_times_further, assert_as_close_to_float64, assert_same_run, in_float64, times_further
 from pretrained import POSITIONS, save_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -165,7 +165,7 @@ def compare(case):
         double.load_state_dict(start)
         truth = torch.tensor(train(double, double, optimizer_of(double), STEPS, case, None, exact))
     loss, norm = (times_further(ours[:, n], theirs[:, n], truth[:, n]) for n in (0, 1))
-    gradient = max(times_further(gradients[name], expected[name], exact[name]) for name in exact)
+    gradient = max(all_times_further(gradients, expected, exact).values())
     return {'loss': loss, 'norm': norm, 'gradient': gradient, 'fell': theirs[0, 0] - theirs[-1, 0]}
 
 
@@ -305,16 +305,17 @@ def hugging_face(folder, kind):
     def loss_and_gradients(raw, batch):
         loss, _ = raw(*batch)
         loss.backward()
-        return [loss.detach(), *(p.grad for p in raw.parameters() if p.grad is not None)]
+        gradients = {name: p.grad for name, p in raw.named_parameters() if p.grad is not None}
+        return {'loss': loss.detach(), **gradients}
 
     shared = loss_and_gradients(pretrained(), context.part((x, y, starts)))
-    for tensor in shared:
+    for tensor in shared.values():
         dist.all_reduce(tensor)
     one_process, double = loss_and_gradients(pretrained(), (x, y, starts)), pretrained().double()
     double.set_experts_implementation('eager')  # the fast one has no kernel for float64
     with in_float64():
         exact = loss_and_gradients(double, (x, y, starts))
-    return max(times_further(*tensors) for tensors in zip(shared, one_process, exact, strict=True))
+    return max(all_times_further(shared, one_process, exact).values())
 
 
 def run_cases(folder, has_slow_tests):

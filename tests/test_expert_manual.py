@@ -21,7 +21,7 @@ from experts import first_weights, model_of
 from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many
 from layouts import layout_of
 from outputs import as_of_step, checkpoint_of, column, tensors_of
-from precision import MARGIN, TIMES, error, in_float64, times_further
+from precision import MARGIN, TIMES, all_times_further, error, in_float64, times_further
 from short import slow_but
 
 import expert_manual
@@ -144,9 +144,8 @@ def factors_of(folder, *names, first=0, end=STEPS):
         factors[key] = times_further(*columns)
     gradients = [torch.load(folder / f'{name}.gradients')[-steps:] for name in names]
     for step, found in enumerate(zip(*gradients, strict=True), first):
-        assert found[0].keys() == found[1].keys() == found[2].keys()
         if step == 0:
-            factors |= {name: times_further(*(of_run[name] for of_run in found)) for name in found[0]}
+            factors |= all_times_further(*found)
         flat = [torch.cat([of_run[name].flatten() for name in found[0]]) for of_run in found]
         factors[f'gradients of step {step + 1}'] = times_further(*flat)
     return factors

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from faults import send
 from launch import Job, run_function
 from outputs import last_step
-from precision import TIMES, apart, assert_as_close_to_float64, assert_same_run, in_float64, times_further
+from precision import (
+    TIMES,
+    all_times_further,
+    apart,
+    assert_as_close_to_float64,
+    assert_same_run,
+    in_float64,
+    times_further,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -224,8 +232,7 @@ def compare(case):
     results = {'plain': of_plain, 'float64': of_float64, 'manual': train('manual', case, mesh, manual)}
     if case['zero_stage'] > 1 and not case['offload']:
         results['torch'] = train('torch', case, mesh)
-    assert plain.keys() == manual.keys() == exact.keys()
-    gradient = max(times_further(manual[name], plain[name], exact[name]) for name in exact)
+    gradient = max(all_times_further(manual, plain, exact).values())
     return {**results, 'gradient': gradient}
 
 
@@ -359,7 +366,7 @@ def unused_parameters():
     worst = {}
     for name, uses in patterns.items():
         runs = train_partial(True, uses), train_partial(False, uses), train_partial(False, uses, torch.float64)
-        worst[name] = max(times_further(*(weights[key] for weights in runs)) for key in runs[0])
+        worst[name] = max(all_times_further(*runs).values())
     return worst
 
 
@@ -386,7 +393,7 @@ def hugging_face_model(checkpointing):
     with in_float64():
         exact(tokens, labels=tokens).loss.backward()
     gradients = [{name: whole(p.grad) for name, p in model.named_parameters()} for model in (sharded, plain, exact)]
-    worst = max(times_further(*(of_model[name] for of_model in gradients)) for name in gradients[0])
+    worst = max(all_times_further(*gradients).values())
     generated = sharded.eval().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False)
     same = torch.equal(generated, plain.eval().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False))
     tied = sharded.lm_head.weight is sharded.model.embed_tokens.weight

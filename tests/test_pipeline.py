@@ -24,7 +24,17 @@ from launch import (
     write_output_to,
 )
 from outputs import assert_same_rows, assert_same_weights, column, complete, last_step, metrics, tensors_of
-from precision import FLOOR, FLOOR_IN_HALF, TIMES, apart, assert_same_run, error, in_float64, times_further
+from precision import (
+    FLOOR,
+    FLOOR_IN_HALF,
+    TIMES,
+    all_times_further,
+    apart,
+    assert_same_run,
+    error,
+    in_float64,
+    times_further,
+)
 from short import slow_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -242,11 +252,9 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
         """The worst factor for a number, or for this rank's tensors, which may be slices of whole ones."""
         if not isinstance(found, dict):
             return times_further(found, of_one_process, exact, floor)
-        tensors = [[found[name], of_one_process[name], exact[name]] for name in found]
-        if tensor > 1:
-            slices = [share.slices[name].of for name in found]
-            tensors = [[ours, *map(of, others)] for of, (ours, *others) in zip(slices, tensors, strict=True)]
-        return max(times_further(*three) for three in tensors)
+        parts = {name: share.slices[name].of if tensor > 1 else torch.as_tensor for name in found}
+        others = [{name: of(tensors[name]) for name, of in parts.items()} for tensors in (of_one_process, exact)]
+        return max(all_times_further(found, *others).values())
 
     mesh = mesh_of(stages, tensor)
     stage, copy, _ = mesh.get_coordinate()
