@@ -39,8 +39,8 @@ ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 LLAMA_STYLE = ('llama', 'qwen3')  # RMSNorm and SwiGLU
 
 # A chunk of the loss has at most this many bytes of fp32 logits. On a GPU 2**31 / (4 * 50304) = 10672 tokens, as each
-# chunk reads and writes the whole gradient of the head.
-LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**31}
+# chunk reads and writes the whole gradient of the head; where it has none, as beside LoRA, smaller ones are as fast.
+LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**31, 'cuda, no gradient': 2**29}
 
 # A parameter counts for the first of these parts that has a word which its name contains, here or in transformers.
 PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
@@ -833,7 +833,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = None
         loss_sum = ce_sum = 0.0
         matrix = weight.to(hidden.dtype)  # (V, C)
-        most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * weight.shape[0]))
+        kind = 'cpu' if hidden.is_cpu else 'cuda' if needs_weight else 'cuda, no gradient'
+        most = max(1, LOGITS_BYTES[kind] // (4 * weight.shape[0]))
         n = tokens_per_chunk(hidden.shape[0], most)
         for start in range(0, hidden.shape[0], n):
             chunk = slice(start, start + n)

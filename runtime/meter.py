@@ -66,6 +66,7 @@ class Meter:
         for chrome://tracing or ui.perfetto.dev. Below 1: no step is traced. The step before it is in the trace as well:
         profiling begins with an empty queue, so a GPU waits for the host in the first step, as it does in no other.
     trace_memory: write_allocations() after that step.
+    say: called with a line that says what to do with these files, or that one could not be written.
 
     The clock runs from begin_step() to end_step(), so evaluations and checkpoints between two steps do not count.
     From time to time a step is profiled (see communication_milliseconds()). Because this makes it slower, it is left
@@ -75,9 +76,9 @@ class Meter:
 
     def __init__(
         self, device, world_size, tokens_per_step, flops_per_token, group=None, beat=None, trace_step=0, out_dir='.',
-        trace_memory=False,
+        trace_memory=False, say=None,
     ):  # fmt: skip
-        self._beat = beat or (lambda phase: None)
+        self._beat, self._say = beat or (lambda phase: None), say or (lambda line: None)
         self._trace_step, self._out_dir, self._trace_memory = trace_step, out_dir, trace_memory
         self.training_seconds = 0.0  # sum of all steps
         self.seconds = Counter()  # of each phase
@@ -274,9 +275,9 @@ class Meter:
             self._next_row |= {'time/comm': round(comm, 4), 'time/comm_exposed': round(exposed, 4)}
         self.profiling_seconds += time.perf_counter() - start
         if self._steps == self._trace_step:
-            self._profiler.export_chrome_trace(os.path.join(self._out_dir, f'trace_rank{dist.get_rank()}.json'))
+            self._say(write_trace(self._profiler, self._out_dir, dist.get_rank()))
             if self._trace_memory:
-                write_allocations(self._out_dir, dist.get_rank())
+                self._say(write_allocations(self._out_dir, dist.get_rank()))
         self._profiler, self._profile_next = None, False
 
 
@@ -397,6 +398,21 @@ def memory_gb(device):
     except OSError:
         del memory['mem/peak_gb']  # no permission to reset it, so it would be the peak since the process began
     return memory
+
+
+def write_trace(profiler, out_dir, rank):
+    """Write what a profiler of torch.autograd has recorded. Returns what to do with the file, or that there is none."""
+    path = os.path.join(out_dir, f'trace_rank{rank}.json')
+    profiler.export_chrome_trace(path)  # neither raises nor returns whether it could write
+    try:
+        with open(path, 'rb') as file:
+            file.seek(-2, os.SEEK_END)
+            is_whole = file.read().strip().endswith(b'}')
+    except OSError:
+        is_whole = False
+    if not is_whole:
+        return f'the trace could not be written to {path}: is there room for it, and may you write there?'
+    return f'trace: drop {path} on ui.perfetto.dev, or open it in chrome://tracing'
 
 
 def record_allocations():

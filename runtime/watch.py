@@ -130,7 +130,7 @@ class Watch:
         self.meter = Meter(
             run.device, run.world_size, tokens_per_step or run.tokens_per_step, run.flops_per_token, group=group,
             beat=self.watchdog.at, trace_step=config.trace_step - self.first_step, out_dir=config.out_dir,
-            trace_memory=run.traces_memory,
+            trace_memory=run.traces_memory, say=say,
         )  # fmt: skip
         guards_loss = config.loss_spike_guard and 'prompts' not in vars(config)  # of answers it says nothing
         self.numbers = health.Numbers(

@@ -1024,3 +1024,19 @@ def test_a_plan_of_a_loss_in_several_chunks_needs_no_addmm_that_torch_2_11_has_o
         loss, _ = ChunkedCrossEntropy.apply(hidden.bfloat16(), weight, targets, 64, 0.0, True, cross_entropy)
         loss.backward()
     assert weight.grad.dtype == torch.float32 and weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize('is_frozen', [False, True])
+def test_on_a_gpu_chunks_of_the_loss_are_large_only_where_the_head_has_a_gradient(is_frozen):
+    tokens, vocab_size, sizes = 8192, 128256, []
+    hidden = torch.empty(tokens, 16, device='meta', dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(vocab_size, 16, device='meta', requires_grad=not is_frozen)
+
+    def noted(logits, *others, **options):
+        sizes.append(logits.shape[0])
+        return cross_entropy(logits, *others, **options)
+
+    ChunkedCrossEntropy.apply(
+        hidden, weight, torch.zeros(tokens, dtype=torch.int64, device='meta'), vocab_size, 0.0, True, noted
+    )
+    assert sizes == ([1024] * 8 if is_frozen else [4096] * 2)  # at most 2**29 or 2**31 bytes of fp32 logits

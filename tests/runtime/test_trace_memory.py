@@ -71,16 +71,28 @@ def test_a_run_that_is_out_of_memory_writes_who_holds_it_and_its_line_is_the_com
 def test_it_is_written_behind_the_traced_step(recording, tmp_path, trace_memory):
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     try:
+        said, found = [], []
         watched = meter.Meter(
             torch.device('cpu'), 1, tokens_per_step=1, flops_per_token=1, trace_step=2, out_dir=tmp_path,
-            trace_memory=trace_memory,
+            trace_memory=trace_memory, say=said.append,
         )  # fmt: skip
-        found = []
         for _ in range(3):
             watched.begin_step()
             watched.mark('update')
             watched.end_step()
             found.append((tmp_path / 'memory_rank0.pickle').exists())
         assert found == [False, trace_memory, trace_memory]
+        files = [tmp_path / 'trace_rank0.json', tmp_path / 'memory_rank0.pickle'][: 1 + trace_memory]
+        assert [str(file) in line for file, line in zip(files, said, strict=True)] == [True] * len(files)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_trace_that_cannot_be_written_is_said_and_ends_no_run(tmp_path):
+    (tmp_path / 'full').mkdir()
+    (tmp_path / 'full' / 'trace_rank0.json').symlink_to('/dev/full')
+    for folder in ('gone', 'full'):
+        with torch.autograd.profiler.profile(use_kineto=True) as profiler:
+            torch.ones(3).sum()
+        line = meter.write_trace(profiler, tmp_path / folder, rank=0)
+        assert line.startswith(f'the trace could not be written to {tmp_path}/{folder}/trace_rank0.json')
