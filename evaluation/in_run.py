@@ -32,14 +32,16 @@ class Evaluation:
     Tasks read from files, ready to be scored.
 
     encoder: one of evaluation.tasks. window: how many tokens the model sees. pretrained: the model's
-    finetune.Pretrained, or None. batch_size: requests per rank and forward pass. ranks_per_batch: how many ranks
-    compute each batch together. as_chat: write the items with the tokenizer's chat template. options: for
-    tasks.read_task(). Raises ValueError for a bad row, and for a choice or a prompt that is longer than the window.
+    finetune.Pretrained, or None. batch_size: requests per rank and forward pass. tokens_at_once: of answers more are
+    written at once, if they and their prompts have no more tokens than that. ranks_per_batch: how many ranks compute
+    each batch together. as_chat: write the items with the tokenizer's chat template. options: for tasks.read_task().
+    Raises ValueError for a bad row, and for a choice or a prompt that is longer than the window.
     """
 
     def __init__(
-        self, files, encoder, window, pretrained, batch_size, device, ranks_per_batch=1, as_chat=False, **options
-    ):
+        self, files, encoder, window, pretrained, batch_size, device, tokens_at_once=0, ranks_per_batch=1,
+        as_chat=False, **options,
+    ):  # fmt: skip
         chat = encoder.chat if as_chat else None
         self.tasks = [read_task(file, chat=chat, **options) for file in files]
         names = [task.name for task in self.tasks]
@@ -55,7 +57,7 @@ class Evaluation:
                 f'{given}, which cannot be cut over ranks: leave it to `python evaluate.py`, after the run'
             )
         self.batch_size, self.device, self.encoder = batch_size, device, encoder
-        self.ranks_per_batch = ranks_per_batch
+        self.ranks_per_batch, self.tokens_at_once = ranks_per_batch, tokens_at_once
         # The attention that these scripts give transformers' models reaches sliding_window tokens back.
         text = pretrained.config.get_text_config() if pretrained else None
         self.longest = min(window, getattr(text, 'sliding_window', None) or window)
@@ -88,7 +90,9 @@ class Evaluation:
         """([result of each item, as in run()], {score: (value, standard error)})."""
         if task.form == 'prompt':
             prompts = [prompt for (prompt,) in requests]
-            texts = generating.write_answers(model, prompts, self.encoder, self.batch_size, self.device, bar, beat)
+            longest = max(len(prompt.tokens) + prompt.max_new_tokens for prompt in prompts)
+            at_once = max(self.batch_size, self.tokens_at_once // longest)
+            texts = generating.write_answers(model, prompts, self.encoder, at_once, self.device, bar, beat)
             return texts, scores_of_answers(task, texts)
         config = unwrapped(model).config
         # Rows with branches (see scoring.py) need these scripts' attention: transformers' own would mix the branches.
@@ -154,7 +158,8 @@ def encoder_of_run(keys, pretrained):
 def tasks_of(keys, layout, pretrained, device):
     """The Evaluation of a train script's eval_tasks. Raises ValueError as Evaluation and encoder_of_run() do."""
     encoder = encoder_of_run(keys, pretrained)
+    tokens_at_once = keys['batch_size'] * keys['block_size']  # where a step has room, their cached keys and values have
     return Evaluation(
-        keys['eval_tasks'], encoder, keys['block_size'], pretrained, keys['batch_size'], device,
+        keys['eval_tasks'], encoder, keys['block_size'], pretrained, keys['batch_size'], device, tokens_at_once,
         ranks_per_batch=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],
     )  # fmt: skip

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from launch import TINY_MODEL, TINY_RUN, run_forked, run_function, run_many, run_ranks
 from layouts import layout_of
 from outputs import metrics
@@ -15,7 +16,7 @@ from precision import apart
 from pretrained import save_model
 from short import slow_but
 
-from evaluation import in_run, tasks
+from evaluation import in_run, sampling, tasks
 from model import GPT, ModelConfig
 from text.tokenizer import load_tokenizer
 
@@ -235,6 +236,25 @@ def test_no_random_number_is_drawn_the_mode_is_restored_and_the_watchdog_sees_ea
     assert [line.partition(': ')[0] for line in lines[:2]] == ['step 7 | choices', 'step 7 | words']
     ((*_, compiled_scores, graphs),) = run_function(1, score_in_train_mode, files[0].parent, data_dir, True)
     assert compiled_scores == pytest.approx(scores) and graphs[0] == graphs[1] > 0  # nothing was compiled for them
+
+
+@pytest.mark.parametrize('tokens_at_once, at_once', [(0, 2), (40, 4), (1000, 6)])
+def test_answers_are_written_as_many_at_once_as_have_the_tokens_of_a_micro_batch(
+    files, one_rank, monkeypatch, tokens_at_once, at_once
+):
+    """The longest of the six prompts has 6 tokens, and answers have up to 4: 10 of these, or as many as choices."""
+    write, sizes = sampling.generate_batch, []
+    monkeypatch.setattr(
+        sampling,
+        'generate_batch',
+        lambda model, prompts, *more, **k: sizes.append(len(prompts)) or write(model, prompts, *more, **k),
+    )
+    model = GPT(ModelConfig(vocab_size=257, block_size=32, n_layer=1, n_head=2, n_embd=16))
+    encoder = tasks.NativeEncoder(load_tokenizer('bytes'))
+    evaluation = in_run.Evaluation([files[-1]], encoder, 32, None, 2, torch.device('cpu'), tokens_at_once)
+    ((_, scores, *_),) = evaluation.run(model)
+    assert sum(sizes) == len(ROWS['written']) and max(sizes) <= at_once and 'acc' in scores
+    assert max(sizes) == min(at_once, 3)  # three rows have each of the two max_new_tokens
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
