@@ -3,7 +3,9 @@
 import base64
 import inspect
 import re
+import resource
 import shlex
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -89,10 +91,25 @@ def test_it_is_written_behind_the_traced_step(recording, tmp_path, trace_memory)
 
 
 def test_a_trace_that_cannot_be_written_is_said_and_ends_no_run(tmp_path):
-    (tmp_path / 'full').mkdir()
-    (tmp_path / 'full' / 'trace_rank0.json').symlink_to('/dev/full')
-    for folder in ('gone', 'full'):
+    def line_of(folder):
         with torch.autograd.profiler.profile(use_kineto=True) as profiler:
-            torch.ones(3).sum()
-        line = meter.write_trace(profiler, tmp_path / folder, rank=0)
-        assert line.startswith(f'the trace could not be written to {tmp_path}/{folder}/trace_rank0.json')
+            for _ in range(100):
+                torch.ones(3).sum()
+        return meter.write_trace(profiler, folder, rank=0)
+
+    assert (
+        line_of(tmp_path)
+        == f'trace: drop {tmp_path}/trace_rank0.json on ui.perfetto.dev, or open it in chrome://tracing'
+    )
+    missing = (
+        f'the trace could not be written to {tmp_path}/gone/trace_rank0.json: is there room for it, and may you write'
+    )
+    assert line_of(tmp_path / 'gone').startswith(missing)
+    (tmp_path / 'full').mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[0][1]))  # as if the disk were full behind 4096 bytes
+    try:
+        assert line_of(tmp_path / 'full').startswith(missing.replace('gone', 'full'))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+        signal.signal(signal.SIGXFSZ, before[1])
