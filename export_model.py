@@ -281,14 +281,29 @@ def stop_after_answers(folder):
         files.write_file(path, json.dumps({**content, 'eos_token_id': stops + ends}, indent=2) + '\n')
 
 
-def peft_name(name):
-    """The name that peft has for a tensor of the adapter."""
-    return f'base_model.model.{name}' + ('.weight' if lora.is_lora(name) else '')
+def for_peft(name, tensor):
+    """A tensor of the adapter as peft has it: (name, tensor). peft wraps a module of experts once for each of its
+    matrices, in order, and its B is (out, rank * E)."""
+    place, _, own_name = name.rpartition('.')
+    if place.endswith(lora.OF_EXPERTS):
+        experts, _, matrices = place.removesuffix(lora.OF_EXPERTS).rpartition('.')
+        module = model.get_submodule(experts)
+        adapted = [
+            other
+            for other in lora.matrices_of_experts(module)
+            if f'{experts}.{other}{lora.OF_EXPERTS}.lora_A' in adapter
+        ]
+        place = experts + '.base_layer' * (len(adapted) - 1 - adapted.index(matrices))
+        if own_name == 'lora_B':
+            tensor = tensor.unflatten(0, (len(getattr(module, matrices)), -1)).permute(1, 2, 0).flatten(1)
+    return f'base_model.model.{place}.{own_name}' + ('.weight' if lora.is_lora(name) else ''), tensor
 
 
 def write_adapter(folder):
     """Write adapter_config.json and adapter_model.safetensors with peft's names."""
-    modules = {name.removesuffix('.lora_A') for name in adapter if name.endswith('.lora_A')}
+    places = {name.removesuffix('.lora_A') for name in adapter if name.endswith('.lora_A')}
+    experts = {place.removesuffix(lora.OF_EXPERTS) for place in places if place.endswith(lora.OF_EXPERTS)}
+    modules = {place for place in places if not place.endswith(lora.OF_EXPERTS)}
     ends = {name.rpartition('.')[2] for name in modules}  # peft finds modules by how their names end ...
     meant = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in ends}
     if pretrained.yarn or pretrained.rope_theta:
@@ -303,14 +318,16 @@ def write_adapter(folder):
         'base_model_name_or_path': state['config']['init_from'],
         'r': rank,
         'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
-        'lora_dropout': state['config'].get('lora_dropout', 0.0),
+        # Only training reads it, and beside experts peft has none.
+        'lora_dropout': 0.0 if experts else state['config'].get('lora_dropout', 0.0),
         'use_rslora': pretrained.lora_rslora,
         'modules_to_save': in_full or None,
         'target_modules': sorted(ends if meant == modules else modules),  # ... or by full name
+        'target_parameters': sorted(experts) or None,
         'fan_in_fan_out': any(lora.is_conv1d(model.get_submodule(name)) for name in modules),
     }
     files.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
-    tensors = {peft_name(name): tensor.clone() for name, tensor in adapter.items()}  # safetensors refuses tied tensors
+    tensors = dict(for_peft(name, tensor.clone()) for name, tensor in adapter.items())  # safetensors refuses tied ones
     save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'), {'format': 'pt'})
 
 
@@ -376,7 +393,8 @@ def check_adapter(folder):
     Raises RuntimeError if weights or logits differ."""
     written = load_file(os.path.join(folder, 'adapter_model.safetensors'))
     for name, tensor in adapter.items():
-        if not torch.equal(written[peft_name(name)], tensor):
+        their_name, theirs = for_peft(name, tensor)
+        if not torch.equal(written[their_name], theirs):
             raise RuntimeError(f'{name} in {folder} is not what was written')
     try:
         import peft

@@ -90,7 +90,7 @@ class Keys:
     # lora [result]
     lora_rank = 0  # init_from: freeze it, train two matrices of this rank beside each weight (LoRA); 0 = off [>= 0]
     lora_alpha = 16.0  # what LoRA adds is scaled by lora_alpha / lora_rank [> 0]
-    lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
+    lora_targets = 'all'  # 'all' linear layers of the blocks, ends of their names ('q_proj,v_proj'), 'all,experts'
     lora_dropout = 0.0  # on the input of the two matrices; 0.05 or 0.1 where the data is seen many times [>= 0, < 1]
     lora_rslora = False  # scale by lora_alpha / sqrt(lora_rank) instead, for ranks of 64 or more
     modules_to_save = []  # modules that LoRA runs train in full, by ends of their names: 'embed_tokens,norm'

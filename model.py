@@ -646,15 +646,21 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_experts * outputs, inputs))
 
     def forward(self, rows, where):
-        """rows (R, in), first those of the first expert, then those of the second, ... -> (R, out).
-
-        where: how many rows each expert has, as a list; or the index behind its last row, as a tensor on the device.
-        """
+        """rows (R, in) -> (R, out); both as in multiply_by_expert()."""
         matrices = self.weight.to(rows.dtype).unflatten(0, (self.n_matrices, -1))  # (E, out, in)
-        if isinstance(where, torch.Tensor):
-            return F.grouped_mm(rows, matrices.mT, offs=where)
-        parts = zip(rows.split(where), matrices.unbind(), strict=True)  # some may be empty
-        return torch.cat([part @ matrix.T for part, matrix in parts])
+        return multiply_by_expert(rows, matrices.mT, where)
+
+
+def multiply_by_expert(rows, matrices, where):
+    """rows (R, in), first those of the first expert, then those of the second, ..., each times the matrix of its expert
+    -> (R, out). matrices: (E, in, out).
+
+    where: how many rows each expert has, as a list; or the index behind its last row, as a tensor on the device.
+    """
+    if isinstance(where, torch.Tensor):
+        return F.grouped_mm(rows, matrices, offs=where)
+    parts = zip(rows.split(where), matrices.unbind(), strict=True)  # some may be empty
+    return torch.cat([part @ matrix for part, matrix in parts])
 
 
 class Experts(nn.Module):
@@ -667,14 +673,20 @@ class Experts(nn.Module):
         self.down = ExpertLinear(config, config.expert_hidden_dim, config.n_embd)
 
     def forward(self, rows, ends):
-        """rows (R, C), sorted by expert -> (R, C). ends (E) int32: the index behind the last row of each expert.
-
-        In bf16 a GPU computes all experts at once, and the host need not know how many rows each of them has. Otherwise
-        one matmul follows the other: a CPU loses nothing by that, and a GPU in fp32 has no other way.
-        """
-        at_once = rows.dtype == torch.bfloat16 and rows.device.type in ('cuda', 'meta') and rows.shape[0] > 0
-        where = ends if at_once else rows_of_each(ends, rows)
+        """rows (R, C), sorted by expert -> (R, C). ends (E) int32: the index behind the last row of each expert."""
+        where = where_of_each(ends, rows)
         return self.down(F.silu(self.gate(rows, where)) * self.up(rows, where), where)
+
+
+def where_of_each(ends, rows, is_even=True):
+    """The rows (R, C) of each expert as multiply_by_expert() takes them.
+
+    In bf16 a GPU computes all experts at once, and the host need not know how many rows each of them has. Otherwise
+    one matmul follows the other: a CPU loses nothing by that, and a GPU has no other way in fp32, or if is_even is
+    False: some matrix's size is no multiple of 8.
+    """
+    at_once = rows.dtype == torch.bfloat16 and rows.device.type in ('cuda', 'meta') and rows.shape[0] > 0
+    return ends if at_once and is_even else rows_of_each(ends, rows)
 
 
 def rows_of_each(ends, rows):
@@ -731,17 +743,27 @@ class MoE(nn.Module):
         """
         tokens = x.flatten(0, 1)  # (N, C)
         weights, chosen, logits = self.router(tokens, choice)
-        # A row for each choice of each token: first those of the first expert, then those of the second, ...
-        k, E = self.router.k, self.router.n_experts
-        # Row r is choice order[r] % k of token order[r] // k.
-        expert, order = chosen.flatten().sort(stable=True)  # (N*k) both
-        ends = torch.searchsorted(expert, torch.arange(E, device=x.device), right=True, out_int32=True)  # (E)
-        row = order.argsort()  # (N*k): the row of each choice
-        rows = TakeRows.apply(tokens, order // k, row.view(-1, k))  # (N*k, C)
-        rows = self.experts(rows, ends)
-        rows = TakeRows.apply(rows, row, order[:, None]).unflatten(0, (-1, k))  # (N, k, C), back to their tokens
-        y = (rows * weights.to(x.dtype)[..., None]).sum(1)  # (N, C)
+        y = through_experts(tokens, chosen, weights.to(x.dtype), self.router.n_experts, self.experts)
         return y.view_as(x), (chosen, logits)
+
+
+def through_experts(tokens, chosen, weights, n_experts, experts):
+    """tokens (N, C), each through the k experts that it chose -> (N, C), the sum of their outputs by weights (N, k).
+
+    chosen: (N, k), numbers of experts. experts: a function of (rows (R, C), sorted by expert; ends (E) int32, the index
+    behind the last row of each expert) -> (R, C).
+    """
+    k = chosen.shape[1]
+    # A row for each choice of each token: first those of the first expert, then those of the second, ...
+    # Row r is choice order[r] % k of token order[r] // k.
+    expert, order = chosen.flatten().sort(stable=True)  # (N*k) both
+    numbers = torch.arange(n_experts, device=tokens.device)
+    ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E)
+    row = order.argsort()  # (N*k): the row of each choice
+    rows = TakeRows.apply(tokens, order // k, row.view(-1, k))  # (N*k, C)
+    rows = experts(rows, ends)
+    rows = TakeRows.apply(rows, row, order[:, None]).unflatten(0, (-1, k))  # (N, k, C), back to their tokens
+    return (rows * weights[..., None]).sum(1)
 
 
 def is_load(name):

@@ -114,7 +114,7 @@ class Pretrained:
     block_size: int | None = None
     lora_rank: int = 0
     lora_alpha: float = 16.0
-    lora_targets: str = 'all'  # all linear layers of the blocks, or ends of their names, as 'q_proj,v_proj'
+    lora_targets: str = 'all'  # see lora.weights_with_lora()
     lora_dropout: float = 0.0
     lora_rslora: bool = False
     modules_to_save: list | tuple = ()  # ends of names of modules that are trained in full beside LoRA
@@ -226,6 +226,14 @@ class Pretrained:
         """Whether the class is a mixture whose experts router_aux and router_z can balance."""
         with torch.device('meta'):
             return bool(find_routers(self.empty_model()))
+
+    @property
+    def has_lora_of_experts(self):
+        if not self.lora_rank:
+            return False
+        with torch.device('meta'):
+            model = for_training(copy.deepcopy(self))  # for_training() changes the noise in its configuration
+        return any(isinstance(module, lora.ExpertsWithLora) for module in model.modules())
 
     def holds_another_head(self):
         """Whether the files hold different tensors where by config.json the model has a single tied parameter. In this
@@ -819,9 +827,11 @@ def cautions(model, pretrained):
         if others:
             share = sum(others.values()) / (adapted + sum(others.values()))
             modules = dict.fromkeys(name.rpartition('.')[0] for name in others)
+            has_experts = any(map(lora.matrices_of_experts, model.modules()))
+            beside = '--lora_targets=all,experts has it beside the experts, too; ' if has_experts else ''
             lines.append(
                 f'WARNING: LoRA is beside linear layers alone, and {", ".join(others)} are none: {share:.0%} of the '
-                f"blocks' weights stay as they are; --modules_to_save={','.join(modules)} trains those in full"
+                f"blocks' weights stay as they are; {beside}--modules_to_save={','.join(modules)} trains those in full"
             )
     return lines
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from huggingface import nf4
-from model import generator_of
+from model import generator_of, multiply_by_expert, through_experts, where_of_each
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
 
@@ -29,7 +29,10 @@ def freeze(model, pretrained):
     pretrained.freeze matches."""
     if pretrained.lora_rank:
         model.requires_grad_(False)
-        for module in lora_modules(model, pretrained.lora_targets):
+        for module, name in weights_with_lora(model, pretrained.lora_targets):
+            if name != 'weight':
+                add_lora_to_experts(module, name, pretrained)
+                continue
             inputs, outputs = module.weight.shape if is_conv1d(module) else reversed(module.weight.shape)
             device = module.weight.device
             module.lora_A = nn.Parameter(torch.empty(pretrained.lora_rank, inputs, device=device))
@@ -105,22 +108,26 @@ def initial_lora_a(name, shape, seed):
     return (2 * torch.rand(shape, generator=generator_of(seed, name)) - 1) * shape[1] ** -0.5
 
 
-def lora_modules(model, targets):
-    """The linear layers of the blocks that lora_targets selects. Raises ValueError for a target that matches none."""
-    linear = {}
+def weights_with_lora(model, targets):
+    """[(module, name of its weight)] that lora_targets selects. 'all': the linear layers of the blocks; 'experts', or
+    another end of their module's name: all matrices of a mixture's experts; else the end of a layer's or of a matrix's
+    name. Raises ValueError for a target that matches none."""
+    linear, stacked = {}, {}
     for block in model.blocks:
         for name, module in block.named_modules():
             if isinstance(module, nn.Linear) or is_conv1d(module):
-                linear.setdefault(name, []).append(module)
-    if targets == 'all':
-        return [module for modules in linear.values() for module in modules]
-    chosen = []
-    for target in targets.split(','):
-        found = [name for name in linear if f'.{name}'.endswith(f'.{target.strip()}')]
+                linear.setdefault(name, []).append((module, 'weight'))
+            for matrices in matrices_of_experts(module):
+                stacked.setdefault(f'{name}.{matrices}', []).append((module, matrices))
+    places, chosen = linear | stacked, []
+    for target in map(str.strip, targets.split(',')):
+        ends = {name: (name, name.rpartition('.')[0]) if name in stacked else (name,) for name in places}
+        found = [name for name in places if any(f'.{end}'.endswith(f'.{target}') for end in ends[name])]
+        found = [*linear] if target == 'all' else found
         if not found:
-            raise ValueError(f'lora_targets={targets!r}: no {target!r} among {", ".join(sorted(linear))}')
+            raise ValueError(f'lora_targets={targets!r}: no {target!r} among {", ".join(sorted(places))}')
         chosen += found
-    return [module for name in dict.fromkeys(chosen) for module in linear[name]]
+    return [place for name in dict.fromkeys(chosen) for place in places[name]]
 
 
 def is_conv1d(module):
@@ -163,12 +170,97 @@ def merge_lora(model, weights, pretrained):
     merged = {name: tensor for name, tensor in weights.items() if not is_lora(name)}
     for name in weights:
         if name.endswith('.lora_A'):
-            module = name.removesuffix('.lora_A')
-            update = weights[f'{module}.lora_B'] @ weights[name] * scale_of_lora(pretrained)
-            if is_conv1d(model.get_submodule(module)):
-                update = update.T
-            merged[f'{module}.weight'] = weights[f'{module}.weight'] + update
+            place = name.removesuffix('.lora_A')
+            A, B = weights[name], weights[f'{place}.lora_B']
+            if place.endswith(OF_EXPERTS):
+                weight = place.removesuffix(OF_EXPERTS)
+                experts = model.get_submodule(weight.rpartition('.')[0])
+                A, B = (matrix.unflatten(0, (len(weights[weight]), -1)) for matrix in (A, B))
+                is_transposed = experts.is_transposed
+            else:
+                weight, is_transposed = f'{place}.weight', is_conv1d(model.get_submodule(place))
+            update = B @ A * scale_of_lora(pretrained)
+            merged[weight] = weights[weight] + (update.mT if is_transposed else update)
     return merged
+
+
+# --- LoRA beside the experts of a mixture -----------------------------------------------------------------------------
+# transformers keeps each matrix of all experts in one parameter, (E, out, in), or (E, in, out) if its class is
+# transposed, and multiplies by a function that knows nothing of LoRA.
+
+OF_EXPERTS = '_lora'  # behind the name of such a parameter: the name of its LoraOfExperts
+
+
+def matrices_of_experts(module):
+    """Names of the parameters that have a matrix of each expert, if this is a module of experts whose class says how
+    they compute: by transformers' decorator use_experts_implementation."""
+    if not hasattr(module, '_apply_gate') or getattr(module, 'has_post_expert_norm', False):
+        return []
+    return [name for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 3]
+
+
+def add_lora_to_experts(module, name, pretrained):
+    module.add_module(f'{name}{OF_EXPERTS}', LoraOfExperts(module, name, pretrained))
+    module.matrices = matrices_of_experts(module)  # of gate and up, or of up alone; then of down
+    sizes = [size for name in module.matrices for size in getattr(module, name).shape[1:]]
+    module.is_even = not any(size % 8 for size in [*sizes, pretrained.lora_rank])
+    if not isinstance(module, ExpertsWithLora):
+        module.__class__ = experts_class(type(module))  # as in compute_with_stored()
+
+
+class LoraOfExperts(nn.Module):
+    """What LoRA adds to one matrix of each expert: scale B A x, with a B and an A of its own. All A are stacked by rows
+    in lora_A (E*rank, in), and all B in lora_B (E*out, rank): ordinary matrices for FSDP, as in model.ExpertLinear."""
+
+    def __init__(self, experts, name, pretrained):
+        super().__init__()
+        weight = getattr(experts, name)
+        outputs, inputs = weight.mT.shape[1:] if experts.is_transposed else weight.shape[1:]
+        self.n_experts, rank = weight.shape[0], pretrained.lora_rank
+        self.lora_A = nn.Parameter(torch.empty(self.n_experts * rank, inputs, device=weight.device))
+        self.lora_B = nn.Parameter(torch.empty(self.n_experts * outputs, rank, device=weight.device))
+        self.lora_scale, self.lora_dropout = scale_of_lora(pretrained), pretrained.lora_dropout
+
+    def forward(self, rows, where):
+        """rows (R, in) -> (R, out); both as in multiply_by_expert()."""
+        rows = F.dropout(rows, self.lora_dropout, self.training) if self.lora_dropout else rows
+        for stacked in (self.lora_A, self.lora_B):
+            matrices = stacked.to(rows.dtype).unflatten(0, (self.n_experts, -1))
+            rows = multiply_by_expert(rows, matrices.mT, where)
+        return rows * self.lora_scale
+
+
+class ExpertsWithLora:
+    """The experts of a class of transformers, some of whose matrices have LoRA."""
+
+    def forward(self, tokens, chosen, weights):
+        """tokens (N, C), chosen (N, k), weights (N, k), or of all experts (N, E) -> (N, C)."""
+        dtype = nf4.autocast_dtype(tokens) or tokens.dtype
+        if weights.shape != chosen.shape:  # of some classes in transformers 5.0
+            weights = weights.gather(1, chosen)
+        n_experts = len(getattr(self, self.matrices[0]))
+        return through_experts(tokens.to(dtype), chosen, weights, n_experts, self.computed).to(tokens.dtype)
+
+    def computed(self, rows, ends):
+        """As model.Experts.forward()."""
+        (first, second), where = self.matrices, where_of_each(ends, rows, self.is_even)
+        hidden = self.times(first, rows, ends, where)
+        hidden = self._apply_gate(hidden) if getattr(self, 'has_gate', True) else self.act_fn(hidden)
+        return self.times(second, hidden, ends, where)
+
+    def times(self, name, rows, ends, where):
+        matrices = getattr(self, name).to(rows.dtype)
+        y = multiply_by_expert(rows, matrices if self.is_transposed else matrices.mT, where)
+        if self.has_bias:
+            expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)  # of each row
+            y = y + getattr(self, f'{name}_bias').to(rows.dtype)[expert]
+        lora = getattr(self, f'{name}{OF_EXPERTS}', None)
+        return y if lora is None else y + lora(rows, where)
+
+
+@functools.cache
+def experts_class(kind):
+    return type(kind.__name__, (ExpertsWithLora, kind), {})
 
 
 # --- what is not trained ----------------------------------------------------------------------------------------------
@@ -185,7 +277,7 @@ def store_frozen(model, pretrained):
     """
     if pretrained.frozen_dtype == 'nf4':
         model.counts, model.flops = model.parameter_counts(), model.flops_per_token()
-        for module in lora_modules(model, 'all'):
+        for module, _ in weights_with_lora(model, 'all'):
             rows, columns = module.weight.shape
             if module.weight.requires_grad:  # in modules_to_save
                 raise ValueError(
@@ -232,7 +324,7 @@ def compute_from_stored(model):
     model.is_whole = True
     for module in model.modules():
         stored = [name for name, p in module._parameters.items() if p is not None and p.dtype == torch.bfloat16]
-        if not stored:
+        if not stored or isinstance(module, ExpertsWithLora):  # which casts them itself
             continue
         if type(module).forward is nn.Linear.forward or is_conv1d(module):
             compute_with_stored(module)

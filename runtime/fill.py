@@ -62,7 +62,8 @@ def fill_layout(run, ranks):
 
 def fill_compile(run):
     config = run.config
-    if config.compile and run.model_config and run.model_config.n_experts:
+    model = run.model_config
+    if config.compile and (model.n_experts if model else run.pretrained.has_lora_of_experts):
         exchanges = run.layout.expert > 1  # sizes depend on the routing, so torch.compile cannot know them
         is_grouped = config.device.startswith('cuda') and config.dtype == 'bfloat16'  # one kernel for all experts
         if exchanges or not is_grouped:
