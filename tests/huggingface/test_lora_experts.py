@@ -31,6 +31,8 @@ def models(tmp_path_factory):
         path = folder / kind / 'model.safetensors'
         weights, router = load_file(path), 'gate.weight' if kind == 'qwen3_moe' else 'router.weight'
         let_tokens_choose(weights, 2, embedding='model.embed_tokens.weight', router=router)
+        for number, name in enumerate(name for name in weights if name.endswith('_proj_bias')):  # as saved, they are 0
+            weights[name].normal_(std=0.3, generator=torch.Generator().manual_seed(number))
         save_file(weights, path, {'format': 'pt'})
     save_model(folder / 'mixtral_64', 'mixtral_64')
     save_model(folder / 'llama', 'llama')
@@ -231,6 +233,8 @@ def test_a_run_goes_on_under_every_strategy_and_number_of_ranks(models, whole, t
         assert losses == column(whole, 'loss'), 'to the bit'
     assert_same_run(losses, column(whole, 'loss'))
     saved = tensors_of(checkpoint_of(out_dir, STEPS))
+    counted = model_on_meta(models / 'qwen3_moe').parameter_counts()['trainable']
+    assert sum(tensor.numel() for tensor in saved.values() if tensor.dim()) == (4 if name == 'diloco' else 3) * counted
     of_model = {key for key in saved if key.startswith('model.')}
     assert all('.lora_' in key for key in of_model) and any('down_proj_lora.lora_B' in key for key in of_model)
     assert all(saved[key].abs().max() > 0 for key in of_model), 'each has learned'
