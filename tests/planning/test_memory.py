@@ -525,13 +525,16 @@ def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
         ('gpt2', 'float32', 'none', 'nf4'),
         ('llama', 'float32', 'full', 'bfloat16'),
         ('llama', 'bfloat16', 'none', 'bfloat16'),
+        ('mixtral', 'float32', 'none', 'bfloat16'),
+        ('mixtral', 'bfloat16', 'full', 'bfloat16'),
     ],
 )
 def test_predicted_memory_beside_a_base_of_fewer_bytes_is_what_a_step_holds(
     pretrained_of, name, dtype, checkpointing, frozen_dtype
 ):
     """A whole matrix exists only while its layer computes, so forward does not keep it."""
-    pretrained = pretrained_of(name, lora_rank=4, frozen_dtype=frozen_dtype)
+    targets = 'all,experts' if name == 'mixtral' else 'all'
+    pretrained = pretrained_of(name, lora_rank=4, lora_targets=targets, frozen_dtype=frozen_dtype)
     config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
     predicted = predicted_memory(config, keys_of(pretrained), world_size=1)
     predicted['activations with logits'] = predicted['activations'] + predicted['logits']
