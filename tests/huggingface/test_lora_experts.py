@@ -31,8 +31,11 @@ def models(tmp_path_factory):
         path = folder / kind / 'model.safetensors'
         weights, router = load_file(path), 'gate.weight' if kind == 'qwen3_moe' else 'router.weight'
         let_tokens_choose(weights, 2, embedding='model.embed_tokens.weight', router=router)
-        for number, name in enumerate(name for name in weights if name.endswith('_proj_bias')):  # as saved, they are 0
-            weights[name].normal_(std=0.3, generator=torch.Generator().manual_seed(number))
+        for number, (name, tensor) in enumerate(weights.items()):
+            if name.endswith('_proj_bias'):  # of gpt_oss, whose experts' biases begin as 0
+                tensor.normal_(std=0.3, generator=torch.Generator().manual_seed(number))
+            if 'o_proj' in name or 'down_proj' in name:  # so that a token remains what it was, and chooses as it did
+                tensor *= 0.05
         save_file(weights, path, {'format': 'pt'})
     save_model(folder / 'mixtral_64', 'mixtral_64')
     save_model(folder / 'llama', 'llama')
@@ -48,7 +51,7 @@ def pretrained_of(folder, **options):
 
 def value_of(name, shape):
     """What a matrix of LoRA is in these tests, in which B is not 0."""
-    return lora.initial_lora_a(name, shape, seed=5)
+    return 0.3 * lora.initial_lora_a(name, shape, seed=5)
 
 
 def loss_and_gradients(folder, implementation='whole', recompute='none', **options):
