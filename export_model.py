@@ -302,8 +302,13 @@ def for_peft(name, tensor):
 def write_adapter(folder):
     """Write adapter_config.json and adapter_model.safetensors with peft's names."""
     places = {name.removesuffix('.lora_A') for name in adapter if name.endswith('.lora_A')}
-    experts = {place.removesuffix(lora.OF_EXPERTS) for place in places if place.endswith(lora.OF_EXPERTS)}
+    parameters = {place.removesuffix(lora.OF_EXPERTS) for place in places if place.endswith(lora.OF_EXPERTS)}
     modules = {place for place in places if not place.endswith(lora.OF_EXPERTS)}
+    if any(map(lora.matrices_of_experts, model.modules())):  # peft takes layers of these names for experts, too
+        alike = {
+            name for name in modules if name.endswith(('.gate_proj', '.up_proj', '.down_proj', '.w1', '.w2', '.w3'))
+        }
+        modules, parameters = modules - alike, parameters | {f'{name}.weight' for name in alike}
     ends = {name.rpartition('.')[2] for name in modules}  # peft finds modules by how their names end ...
     meant = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in ends}
     if pretrained.yarn or pretrained.rope_theta:
@@ -318,12 +323,12 @@ def write_adapter(folder):
         'base_model_name_or_path': state['config']['init_from'],
         'r': rank,
         'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
-        # Only training reads it, and beside experts peft has none.
-        'lora_dropout': 0.0 if experts else state['config'].get('lora_dropout', 0.0),
+        # Only training reads it, and beside target_parameters peft has none.
+        'lora_dropout': 0.0 if parameters else state['config'].get('lora_dropout', 0.0),
         'use_rslora': pretrained.lora_rslora,
         'modules_to_save': in_full or None,
         'target_modules': sorted(ends if meant == modules else modules),  # ... or by full name
-        'target_parameters': sorted(experts) or None,
+        'target_parameters': sorted(parameters) or None,
         'fan_in_fan_out': any(lora.is_conv1d(model.get_submodule(name)) for name in modules),
     }
     files.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))

@@ -273,6 +273,17 @@ def test_an_export_has_what_was_learned_merged_and_as_peft_has_it(models, tmp_pa
         torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('targets', ['all', TARGETS])
+def test_peft_reads_an_adapter_of_an_expert_that_all_tokens_share(tmp_path, targets):
+    """Whose layers have names that peft takes for those of experts in earlier versions of transformers."""
+    pytest.importorskip('peft')
+    folder, out_dir = save_model(tmp_path / 'model', 'qwen3_next'), tmp_path / 'out'
+    start('ddp', *keys_of(folder, out_dir, '--max_iters=2', f'--lora_targets={targets}'))
+    said = start('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "adapter"}', '--adapter')[0].stdout
+    assert 'loaded again as PeftModelForCausalLM: weights equal, logits equal ' in said
+
+
 def test_beside_nf4_the_experts_stay_in_bfloat16(models, tmp_path):
     folder = models / 'mixtral_64'
     start('ddp', *keys_of(folder, tmp_path / 'out', '--max_iters=2', '--frozen_dtype=nf4'))
