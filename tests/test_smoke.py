@@ -2,6 +2,7 @@
 
 import re
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -14,41 +15,48 @@ TINY = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--global_batch_size=4']
 
 
 @pytest.fixture(scope='module')
-def out_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp('smoke') / 'run'
+def trained(data_dir, tmp_path_factory):
+    """(out_dir of a run of 4 steps on 2 ranks, what it printed)."""
+    out_dir = tmp_path_factory.mktemp('smoke') / 'run'
+    keys = [*TINY, f'--data_dir={data_dir}', f'--out_dir={out_dir}', '--max_iters=4']
+    return out_dir, run_script('train_fsdp.py', *keys, nproc=2).stdout
 
 
-def test_train_with_fsdp_on_two_ranks(data_dir, out_dir):
-    result = run_script(
-        'train_fsdp.py', *TINY, f'--data_dir={data_dir}', f'--out_dir={out_dir}', '--max_iters=4', nproc=2
-    )
+def test_train_with_fsdp_on_two_ranks(trained):
+    out_dir, said = trained
     assert column(out_dir, 'step') == [1, 2, 3, 4]
     assert (out_dir / 'DONE').read_text().strip() == '4'
-    assert re.search(r'\d\d:\d\d:\d\d step +4/4 \| loss \d', result.stdout)
+    assert re.search(r'\d\d:\d\d:\d\d step +4/4 \| loss \d', said)
     assert {'train.log', 'metrics.jsonl', 'checkpoints', 'DONE'} <= {path.name for path in out_dir.iterdir()}
 
 
-def test_go_on_with_ddp_in_one_process(data_dir, out_dir):
-    result = run_script('train_ddp.py', *TINY, f'--data_dir={data_dir}', f'--out_dir={out_dir}', '--max_iters=6')
-    assert 'resuming' in result.stdout and column(out_dir, 'step') == [1, 2, 3, 4, 5, 6]
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A copy of that run, for a test that goes on with it."""
+    return shutil.copytree(trained[0], tmp_path / 'copy')
+
+
+def test_go_on_with_ddp_in_one_process(data_dir, copy):
+    said = run_script('train_ddp.py', *TINY, f'--data_dir={data_dir}', f'--out_dir={copy}', '--max_iters=6').stdout
+    assert 'resuming' in said and column(copy, 'step') == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
-def test_evaluate_only(data_dir, out_dir):
-    arguments = [*TINY, f'--data_dir={data_dir}', f'--out_dir={out_dir}', '--max_iters=6']
-    result = run_script('train_fsdp.py', *arguments, '--eval_only')
-    assert f'val loss {column(out_dir, "val_loss")[-1]:.4f}' in result.stdout
-    assert column(out_dir, 'step') == [1, 2, 3, 4, 5, 6]
+def test_evaluate_only(data_dir, copy):
+    keys = [*TINY, f'--data_dir={data_dir}', f'--out_dir={copy}', '--max_iters=4']
+    said = run_script('train_fsdp.py', *keys, '--eval_only').stdout
+    assert f'val loss {column(copy, "val_loss")[-1]:.4f}' in said
+    assert column(copy, 'step') == [1, 2, 3, 4]
 
 
-def test_sample_from_it(out_dir):
-    result = run_script('sample.py', f'--out_dir={out_dir}', '--prompt=def ', '--max_new_tokens=20', '--num_samples=1')
-    assert 'def ' in result.stdout
+def test_sample_from_it(trained):
+    said = run_script('sample.py', f'--out_dir={trained[0]}', '--prompt=def ', '--max_new_tokens=20', '--num_samples=1')
+    assert 'def ' in said.stdout
 
 
 @pytest.mark.slow
-def test_plot_it(out_dir, tmp_path):
-    run_script('compare.py', '--plot', out_dir, f'--output={tmp_path / "loss.png"}')
+def test_plot_it(trained, tmp_path):
+    run_script('compare.py', '--plot', trained[0], f'--output={tmp_path / "loss.png"}')
     assert (tmp_path / 'loss.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
 
 
