@@ -5,6 +5,7 @@ import contextlib
 import copyreg
 import io
 import itertools
+import json
 import os
 import pickle
 import random
@@ -30,6 +31,7 @@ from faults import flip_bit, overwrite, wait_until
 from launch import CONTEXT, fork, join_all, run_function, start_function
 from outputs import checkpoint_of
 from precision import apart, error
+from pretrained import SIZES_OF_64
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,6 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import data
 import fsdp_manual
 from model import ModelConfig
 from runtime import begin, checkpoint, identity
@@ -299,6 +302,50 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
         resume(base_width=16)
     with pytest.raises(ValueError, match="model.parametrization='standard', .* 'completep'"):
         resume(**dict.fromkeys(('parametrization', 'base_width', 'base_depth'), 'absent'))  # of an earlier version
+
+
+# Keys of a model that have come after the first checkpoints, each with a value that is not its default.
+CAME_LATER = {
+    'gpt': {
+        'parametrization': 'mup',
+        'yarn': [2, 8],
+        'n_experts': 4,
+        'logit_softcap': 30.0,
+        'window_pattern': 'SL',
+    },
+    'transformers': {'lora_rslora': True, 'modules_to_save': ['lm_head'], 'frozen_dtype': 'nf4'},
+}
+
+
+@pytest.mark.parametrize(('kind', 'key'), [(kind, key) for kind, values in CAME_LATER.items() for key in values])
+def test_a_checkpoint_from_before_a_key_goes_on_with_the_default_of_that_key_alone(tmp_path, kind, key):
+    """A key that only one of the two has is not compared: without a value for the checkpoint, any would pass."""
+    import transformers
+
+    from huggingface.finetune import Pretrained
+
+    transformers.LlamaConfig(vocab_size=9, **SIZES_OF_64).save_pretrained(tmp_path)
+    keys = {'max_iters': 100, 'global_batch_size': 8, 'optimizer': 'adamw', 'seed': 1}
+    keys |= {'dataset': 'synthetic', 'dataset_stages': (), 'windows': 'stream', 'packing': True, 'data_dir': 'data'}
+    keys |= {'block_size': 16, 'vocab_size': 9, 'out_dir': 'a', 'eval_only': False}
+
+    def identity_with(**more):
+        if kind == 'gpt':
+            more |= {'window_size': 4} if 'window_pattern' in more else {}
+            more |= {'base_width': 32} if 'parametrization' in more else {}
+            shape = ModelConfig(arch='llama', n_embd=72, block_size=16, vocab_size=9, **more)
+        else:
+            shape = Pretrained(str(tmp_path), block_size=16, lora_rank=4, **more)
+        return identity.identity_of(keys, shape, data.open_mixture(keys, 'train'))
+
+    saved = json.loads(json.dumps({'identity': identity_with(), 'step': 5, 'config': keys}))
+    assert identity.check_resume(saved, keys, identity_with()) == []
+    default = saved['identity']['model'].pop(key)
+    assert identity.check_resume(saved, keys, identity_with()) == []
+    other = CAME_LATER[kind][key]
+    said = re.escape(f'the checkpoint has model.{key}={default!r}, you ask for {other!r}: use another --out_dir')
+    with pytest.raises(ValueError, match=said):
+        identity.check_resume(saved, keys, identity_with(**{key: other}))
 
 
 def test_an_index_as_early_versions_of_python_3_11_pickle_it(runs, tmp_path):
