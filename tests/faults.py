@@ -68,8 +68,18 @@ def children_of(pid):
 
 def is_alive(pid):
     """Whether a process runs. One that has ended does not, even if nobody has waited for it yet."""
+    return state_of(pid) not in (b'', b'Z')
+
+
+def is_stopped(pid):
+    """Whether a process stands still, by SIGSTOP."""
+    return state_of(pid) == b'T'
+
+
+def state_of(pid):
+    """The letter of a process's state (R, S, D, T, Z, ...), or nothing if there is no such process."""
     stat = read_or_empty(f'/proc/{pid}/stat')
-    return bool(stat) and stat.rpartition(b')')[2].split()[0] != b'Z'
+    return stat.rpartition(b')')[2].split()[0] if stat else b''
 
 
 def send(pid, number=signal.SIGKILL):

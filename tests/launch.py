@@ -11,6 +11,7 @@ is what most tests do, since importing torch takes longer than most of their run
     refusals        the same, where each rank has to end with one line; returns the lines
     function_of     a function of a script, without the script
     run_function    a function on forked ranks, in one gloo group; returns what it returned on each
+    start_and_stop_behind    a forked script that stands still in the middle of what it writes
     start_agent     torchrun's agent of one of several nodes
 
     python tests/launch.py 2 train_ddp.py --max_iters=5     # what torchrun does, with one import of torch for all ranks
@@ -19,6 +20,7 @@ is what most tests do, since importing torch takes longer than most of their run
 import ast
 import contextlib
 import fcntl
+import fnmatch
 import functools
 import gc
 import importlib
@@ -41,7 +43,7 @@ from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
-from faults import REPO, children_of, inject, send, wait_until
+from faults import REPO, children_of, inject, is_stopped, send, wait_until
 
 if str(REPO) not in sys.path:  # where this file is started as a script
     sys.path.insert(0, str(REPO))
@@ -106,32 +108,6 @@ def prepare_tiny(folder):
     return data_dir
 
 
-# Runs a script, and stops it (SIGSTOP) at the first rename to a name that matches NAME once the file PATH is there.
-STAND_STILL = """
-import fnmatch, os, runpy, signal, sys
-path, name, *sys.argv = sys.argv[1:]
-def stop(event, arguments):
-    if event == 'os.rename' and os.path.exists(path) and fnmatch.fnmatch(os.path.basename(arguments[1]), name):
-        os.kill(os.getpid(), signal.SIGSTOP)
-sys.addaudithook(stop)
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name='__main__')
-"""
-
-
-def start_and_stop_behind(path, script, *arguments, before='*', **env):
-    """
-    Start a script and wait until it has stopped at the first rename after it has made the file `path`.
-
-    before: a pattern for the name that is about to be given. Returns the Popen.
-    """
-    command = [sys.executable, '-c', STAND_STILL, str(path), before, str(REPO / script), *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=REPO, env=environment(**env), stdout=subprocess.DEVNULL)
-    found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    assert found.si_code == os.CLD_STOPPED, f'{script} has ended without {path}'
-    return process
-
-
 def start_agent(script, *arguments, nproc, torchrun, log, **env):
     """Start torchrun's agent of one node. torchrun: its options for the rendezvous. log: file for its output."""
     command = command_of(script, *arguments, nproc=nproc, torchrun=torchrun)
@@ -187,8 +163,9 @@ def run_rank(command, place, fault=None):
     gc.freeze()  # what was forked is no garbage: looking through it would take longer than the steps of most runs
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the suite runs in the background of a shell
-    os.environ.update(MASTER_ADDR='127.0.0.1', **{name: str(value) for name, value in place.items()})
-    os.environ.update(TORCHELASTIC_RUN_ID='forked')  # so that ranks end with their launcher
+    if place:
+        os.environ.update(MASTER_ADDR='127.0.0.1', **{name: str(value) for name, value in place.items()})
+        os.environ.update(TORCHELASTIC_RUN_ID='forked')  # so that ranks end with their launcher
     os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
     sys.argv = command
     # A test that has loaded a model's own code has left its folder here, which would hide the one of this rank.
@@ -219,7 +196,8 @@ def run_ranks(commands, places=None, **env):
     """
     Run one forked rank for each of `commands` (lists: a script and its arguments), and wait for all.
 
-    places: the variables by which a launcher tells each rank its place; None: those of one node.
+    places: the variables by which a launcher tells each rank its place, {} where none has started it; None: those of
+    one node.
     Returns [Ended(returncode, stdout, stderr), ...]. A rank that takes longer than 15 minutes is killed.
     """
     (port,) = free_ports(1)
@@ -228,7 +206,7 @@ def run_ranks(commands, places=None, **env):
         for number, (command, place) in enumerate(zip(commands, places or places_of(len(commands)), strict=True)):
             script, *arguments = command
             command = [str(REPO / script), *map(str, arguments)]
-            place = {'MASTER_PORT': port, **place}
+            place = {'MASTER_PORT': port, **place} if place else {}
             processes.append(fork(run_alone, command, f'{folder}/{number}', place, {**environment(), **env}))
         join_all(processes, 900)
         said = [[Path(f'{folder}/{n}.{name}').read_text() for name in ('out', 'err')] for n in range(len(commands))]
@@ -258,6 +236,32 @@ def run_alone(command, output, place, env):
     os.environ.clear()
     os.environ.update(env)
     write_output_to(f'{output}.out', f'{output}.err')
+    run_rank(command, place)
+
+
+def start_and_stop_behind(path, script, *arguments, before='*'):
+    """
+    Fork a script and wait until it has stopped (SIGSTOP) at the first rename after it has made the file `path`.
+
+    before: a pattern for the name that is about to be given. Returns the multiprocessing.Process.
+    """
+    (place,), (port,) = places_of(1), free_ports(1)
+    command = [str(REPO / script), *map(str, arguments)]
+    process = fork(stop_behind, str(path), before, command, {'MASTER_PORT': port, **place}, environment())
+    wait_until(lambda: is_stopped(process.pid) or not process.is_alive(), 900)
+    assert process.is_alive(), f'{script} has ended without {path}'
+    return process
+
+
+def stop_behind(path, before, command, place, env):
+    def stop(event, arguments):
+        if event == 'os.rename' and os.path.exists(path) and fnmatch.fnmatch(os.path.basename(arguments[1]), before):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    sys.addaudithook(stop)
+    os.environ.clear()
+    os.environ.update(env)
+    write_output_to('/dev/null', '/dev/stderr')
     run_rank(command, place)
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from faults import children_of
-from launch import SHARED, run_script, start_and_stop_behind
+from launch import SHARED, fork_script, run_script, start_and_stop_behind
 
 import data
 from dataset.shards import read_shard
@@ -27,9 +27,12 @@ def make_texts(count, words=60, seed=0):
 
 
 def prepare(folder, *arguments, check=True, **env):
-    """Run prepare_data.py with data_dir=folder/data."""
-    env.setdefault('TIKTOKEN_CACHE_DIR', str(CACHE))
-    return run_script('prepare_data.py', f'--data_dir={folder}/data', *arguments, check=check, **env)
+    """Run prepare_data.py with data_dir=folder/data; forked, unless there are variables that libraries read when they
+    are imported."""
+    command = ['prepare_data.py', f'--data_dir={folder}/data', *arguments]
+    if env:
+        return run_script(*command, check=check, **{'TIKTOKEN_CACHE_DIR': str(CACHE), **env})
+    return fork_script(*command, check=check, TIKTOKEN_CACHE_DIR=str(CACHE))[0]
 
 
 def error_of(folder, *arguments, **env):
@@ -80,7 +83,7 @@ def start_and_kill_at(shard, folder, *arguments, before='*'):
     process = start_and_stop_behind(shard, 'prepare_data.py', f'--data_dir={folder}/data', *arguments, before=before)
     workers = children_of(process.pid)
     process.kill()
-    process.wait()
+    process.join()
     assert shard.exists() and not (shard.parent / 'meta.json').exists(), 'killed too early or too late'
     return workers
 

@@ -332,7 +332,7 @@ def test_killed_in_the_middle_it_leaves_no_folder_of_that_name_and_can_be_repeat
     keys = [f'--out_dir={runs / "enoki"}', f'--to={tmp_path / "model"}']
     process = start_and_stop_behind(tmp_path / 'model.tmp' / 'model.py', 'export_model.py', *keys)
     process.kill()
-    process.wait()
+    process.join()
     assert [path.name for path in tmp_path.iterdir()] == ['model.tmp']
     fork_script('export_model.py', f'--out_dir={runs / "enoki"}', f'--to={tmp_path / "model"}')
     assert [path.name for path in tmp_path.iterdir()] == ['model']
