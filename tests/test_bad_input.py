@@ -128,9 +128,10 @@ def test_a_failing_rank_stops_all_and_its_error_is_the_one_shown(data_dir, tmp_p
     tokens[windows[7] * 32 + 5] = 300  # sample 7: second step, second rank, last row
     shards.write_shard(shard, tokens, np.uint16)
     (tmp_path / 'tiny' / 'meta.json').write_text(json.dumps(meta))
-    result = train_as_a_user(tmp_path, tmp_path / 'out', nproc=2, timeout=600)
-    errors = [line for line in result.stderr.splitlines() if line.startswith(('[0] error', '[1] error'))]
-    assert len(errors) == 1 and errors[0].startswith('[1]') and '300' in errors[0], result.stderr
+    job = Job('train_ddp.py', [*RUN, f'--data_dir={tmp_path}', f'--out_dir={tmp_path / "out"}'], 2, tmp_path / 'log')
+    assert 0 not in job.wait()
+    errors = [line for line in job.text().splitlines() if line.startswith(('[0] error', '[1] error'))]
+    assert len(errors) == 1 and errors[0].startswith('[1]') and '300' in errors[0], job.text()
 
 
 def test_out_of_memory_names_the_keys_to_lower(data_dir, tmp_path):
