@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import REPO, TINY_MODEL, TINY_RUN, refusals, run_forked, run_many, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, refusals, run_forked, run_many, run_ranks
 from outputs import as_of_step, assert_same_weights, checkpoint_of, column, metrics, weights_of
 from precision import apart, assert_same_run
 from prepared import eval_batches, only
@@ -256,7 +256,8 @@ def runs(tmp_path_factory, data_dir, has_slow_tests):
     def start(cases, nproc):
         run_many([one for one in cases if has_slow_tests or one['name'] in SHORT], nproc, folder)
 
-    run_script('train_diloco.py', *run('1x1', 1)['arguments'])  # without torchrun
+    (alone,) = run_ranks([['train_diloco.py', *run('1x1', 1)['arguments']]], [{}])  # without torchrun's variables
+    assert alone.returncode == 0, alone.stderr
     (folder / 'stopped').mkdir()
     (folder / 'stopped' / 'STOP').touch()  # before the first step
     ddp = {'name': 'ddp', 'script': 'train_ddp.py', 'arguments': arguments(data_dir, folder / 'ddp')}
@@ -590,7 +591,10 @@ def test_sample_reads_what_replicas_saved(runs, run_here):
 # --- --verify and --plan ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('more', [(), ('--exchange_dtype=int4', '--num_fragments=3')], ids=['float32', 'int4'])
+INT4 = ('--exchange_dtype=int4', '--num_fragments=3')
+
+
+@pytest.mark.parametrize('more', [pytest.param((), marks=pytest.mark.slow), INT4], ids=['float32', 'int4'])
 def test_verify_passes_here(data_dir, tmp_path, more):
     keys = case(data_dir, tmp_path / 'out', 2, '--batch_size=1', '--verify', *more)['arguments']
     said = run_forked('train_diloco.py', *keys, nproc=4, log=tmp_path / 'log')
