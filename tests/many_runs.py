@@ -11,6 +11,7 @@ ended. More keys of a case, all of them optional:
     "reads": true                        runs the script as a host that runs ahead of its GPU, and counts how often each
                                          rank reads a tensor from the first step on, and at which lines
     "on_cuda": true                      lets the model compute by the branches and the kernels of a GPU (on_cuda.py)
+    "profiles": true                     profiles a step, as runs do, which costs as much as several of their steps
     "may_fail": true                     on one rank: an error ends this run alone, and is its result ("error")
     "save_again": {CHECKPOINT: FOLDER}   after the run, loads each of these checkpoints and saves it into that folder
 
@@ -26,6 +27,8 @@ import collections
 import contextlib
 import functools
 import json
+import linecache
+import math
 import os
 import runpy
 import sys
@@ -38,6 +41,7 @@ import torch.distributed as dist
 from launch import free_ports
 from on_cuda import model_on_cuda
 from precision import gap_of_choice, in_float64
+from streams import is_ours
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -51,8 +55,7 @@ import optim
 from huggingface import finetune, lora
 from huggingface.files import Weights
 from model import GPT, Router
-from runtime import begin, checkpoint, health
-from runtime.meter import Meter
+from runtime import begin, checkpoint, health, meter
 from system import processes
 
 leave, processes.leave = processes.leave, lambda code=0: None  # the next case runs in the same process
@@ -86,26 +89,29 @@ class HostReads(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, '__name__', '')
         if name in READS or (name in COPIES and kwargs and kwargs.get('device') is not None):
-            frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(HERE)]
-            ours = [f for f in frames if not f.filename.startswith((f'{HERE}/tests/', f'{HERE}/.venv/'))]
-            if ours:
-                self.places[f'{os.path.basename(ours[-1].filename)}: {ours[-1].line}'] += 1
+            frame = sys._getframe(1)
+            while frame and not is_ours(frame.f_code.co_filename):
+                frame = frame.f_back
+            if frame:
+                path = frame.f_code.co_filename
+                line = linecache.getline(path, frame.f_lineno).strip()
+                self.places[f'{os.path.basename(path)}: {line}'] += 1
         return function(*args, **kwargs or {})
 
 
 @contextlib.contextmanager
 def running_ahead(reads):
     """Lets the scripts believe that the host runs ahead of its device, and counts its reads from the first step on."""
-    begin_step = Meter.begin_step
+    begin_step = meter.Meter.begin_step
 
-    def begin(meter):
-        if not meter._steps:
+    def begin(times):
+        if not times._steps:
             reads.places.clear()
-        begin_step(meter)
+        begin_step(times)
 
     with (
         mock.patch.object(health, 'runs_ahead', lambda device: True),
-        mock.patch.object(Meter, 'begin_step', begin),
+        mock.patch.object(meter.Meter, 'begin_step', begin),
         reads,
     ):
         yield
@@ -221,6 +227,8 @@ def run(case, number):
     os.environ['MASTER_PORT'] = port_of_case(number)
     counter, reads, gradients, gaps = CountCollectives(), HostReads(), [], []
     with contextlib.ExitStack() as stack:
+        if not case.get('profiles'):
+            stack.enter_context(mock.patch.object(meter, 'STEPS_BEFORE_PROFILING', math.inf))
         if case.get('watch'):
             stack.enter_context(counter)
         if case.get('reads'):

@@ -30,7 +30,9 @@ non_blocking the host waits for it.
 """
 
 import contextlib
-import traceback
+import functools
+import os
+import sys
 import types
 import weakref
 from pathlib import Path
@@ -256,8 +258,17 @@ def tensors_in(tree):
     return [leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves]
 
 
+@functools.cache
+def is_ours(filename):
+    return filename.startswith(f'{REPO}/') and not filename.startswith((f'{REPO}/tests/', f'{REPO}/.venv/'))
+
+
 def caller():
-    """The line of this project that has issued the current operation."""
-    ours = [frame for frame in traceback.extract_stack(limit=40) if frame.filename.startswith(str(REPO))]
-    ours = [frame for frame in ours if '/tests/' not in frame.filename and '/.venv/' not in frame.filename]
-    return f'{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}' if ours else 'the test'
+    """The line of this project that has issued the current operation. (traceback.extract_stack() would read the source
+    of every frame, at each operation.)"""
+    frame = sys._getframe(1)
+    while frame and not is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if not frame:
+        return 'the test'
+    return f'{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}'

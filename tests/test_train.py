@@ -66,8 +66,8 @@ def start(cases, nproc, runs, has_slow_tests):
     return run_many([one for one in cases if has_slow_tests or one['name'] in SHORT], nproc, runs)
 
 
-def case(name, script, data_dir, runs, *more, watch=False):
-    return {'name': name, 'script': script, 'arguments': arguments(data_dir, runs / name, *more), 'watch': watch}
+def case(name, script, data_dir, runs, *more, **options):
+    return {'name': name, 'script': script, 'arguments': arguments(data_dir, runs / name, *more), **options}
 
 
 @pytest.fixture(scope='module')
@@ -107,8 +107,8 @@ def two_ranks(data_dir, runs, one_process, has_slow_tests):
     longer = ('--max_iters=20',)
     few = ('--max_iters=2',)  # counting collectives costs time: two steps show it
     cases = [
-        case('ddp2', 'train_ddp.py', data_dir, runs, *longer),
-        case('fsdp2', 'train_fsdp.py', data_dir, runs, *longer),
+        case('ddp2', 'train_ddp.py', data_dir, runs, *longer, profiles=True),
+        case('fsdp2', 'train_fsdp.py', data_dir, runs, *longer, profiles=True),
         *(
             case(f'{arch}_fsdp2', 'train_fsdp.py', data_dir, runs, f'--arch={arch}')
             for arch in ('enoki', 'llama', 'qwen3')
@@ -131,7 +131,7 @@ def two_ranks(data_dir, runs, one_process, has_slow_tests):
         case('offload', 'train_fsdp.py', data_dir, runs, '--cpu_offload=params'),
         case('offload_optimizer', 'train_fsdp.py', data_dir, runs, '--cpu_offload=optimizer'),
         case('units_of_2', 'train_fsdp.py', data_dir, runs, '--blocks_per_unit=2'),
-        case('manual', 'train_fsdp.py', data_dir, runs, *MANUAL, *longer),
+        case('manual', 'train_fsdp.py', data_dir, runs, *MANUAL, *longer, profiles=True),
         case('manual_stage1', 'train_fsdp.py', data_dir, runs, *MANUAL, '--zero_stage=1', '--blocks_per_unit=2'),
         case('manual_offload', 'train_fsdp.py', data_dir, runs, *MANUAL, '--cpu_offload=params', '--prefetch=2'),
         case('manual_offload_optimizer', 'train_fsdp.py', data_dir, runs, *MANUAL, '--cpu_offload=optimizer'),
@@ -203,6 +203,12 @@ def test_dropout_is_for_training_alone_and_draws_anew_on_each_rank_in_each_step(
     seeds = [json.loads((out_dir / f'seeds_{rank}.json').read_text()) for rank in range(2)]
     drawn = [seed for of_rank in seeds for seed in of_rank]
     assert [len(of_rank) for of_rank in seeds] == [3, 3] and len(set(drawn)) == 6
+
+
+def test_a_step_of_a_run_is_profiled_under_every_strategy(runs, two_ranks):
+    for name in ('ddp2', 'fsdp2', 'manual'):
+        profiled = [row for row in metrics(runs / name) if 'time/comm' in row]
+        assert profiled and all(row['time/comm'] > 0 for row in profiled), name
 
 
 def test_the_loss_falls(runs, one_process):
