@@ -108,10 +108,12 @@ def runs(tmp_path_factory, data_dir, has_slow_tests):
     (folder / 'fp16.py').write_text(IN_FP16)
     (folder / 'fixed.json').write_text(json.dumps(FIXED_SCALE))
     (folder / 'small_scale.json').write_text(json.dumps({'fp16': {'initial_scale_power': 10}}))
-    model = save_model(folder / 'model', 'llama')
-    write_chats(folder / 'chats.jsonl')
-    fork_script('prepare_data.py', f'--dataset={folder}/chats.jsonl', '--name=chats', f'--tokenizer={model}',
-               f'--data_dir={folder}', '--val_fraction=0.2', '--num_proc=1')  # fmt: skip
+    model = folder / 'model'
+    if has_slow_tests:
+        save_model(model, 'llama')
+        write_chats(folder / 'chats.jsonl')
+        fork_script('prepare_data.py', f'--dataset={folder}/chats.jsonl', '--name=chats', f'--tokenizer={model}',
+                   f'--data_dir={folder}', '--val_fraction=0.2', '--num_proc=1')  # fmt: skip
     chats = ['--lora_rank=0', '--learning_rate=0.001', '--dataset=chats', f'--data_dir={folder}']
 
     def start(cases, nproc):

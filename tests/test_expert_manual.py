@@ -182,7 +182,7 @@ INSIDE = {  # the ranks of a replica: (ranks in all, keys)
 }
 # Runs that go on in another layout from the middle of a round: (whose checkpoint, layout).
 MOVED = {'torch, then one': ('torch', 'one'), 'one, then manual': ('one', 'manual')}
-SHORT_INSIDE = ['manual', 'one, then manual']
+SHORT_INSIDE = ['one, then manual']
 
 
 @pytest.fixture(scope='module')

@@ -121,14 +121,19 @@ def self_test_of_a_state_space_model(folder):
     return str(refused.value), finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
 
 
-def run_cases(folder):
+# Of MORE_MODELS the short suite has one with experts, one with layers that know no positions, and one that keeps its
+# own attention; of HYBRID those that single tests are about. tests/huggingface/test_packing.py has all of them.
+SHORT_CLASSES, SHORT_HYBRID = ['mixtral', 'smollm3', 'gemma2'], ['mamba', 'lfm2']
+
+
+def run_cases(folder, more_models):
     """{'llama torch': what compare_with_transformers and packing returned}, and so on."""
     results = {}
     for kind in MODELS:
         for implementation in ('whole', 'torch', 'manual'):
             results[f'{kind} {implementation}'] = compare_with_transformers(str(folder / kind), implementation)
             results[f'{kind} {implementation}'] |= packing(str(folder / kind), implementation)
-    for kind in MORE_MODELS if dist.get_world_size() == 2 else ():
+    for kind in more_models if dist.get_world_size() == 2 else ():
         for implementation in ('torch', 'manual'):
             results[f'{kind} {implementation}'] = compare_with_transformers(str(folder / kind), implementation)
             results[f'{kind} {implementation}'] |= packing(str(folder / kind), implementation)
@@ -138,9 +143,9 @@ def run_cases(folder):
 
 
 @pytest.fixture(scope='module')
-def models(tmp_path_factory):
+def models(tmp_path_factory, has_slow_tests):
     folder = tmp_path_factory.mktemp('models')
-    for kind in MODELS | MORE_MODELS | HYBRID:
+    for kind in [*MODELS, *((*MORE_MODELS, *HYBRID) if has_slow_tests else (*SHORT_CLASSES, *SHORT_HYBRID))]:
         save_model(folder / kind, kind)
     return folder
 
@@ -151,9 +156,9 @@ def models(tmp_path_factory):
 @pytest.fixture(
     scope='module', params=[pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
-def on_ranks(request, models):
+def on_ranks(request, models, has_slow_tests):
     """{'llama torch': what compare_with_transformers and packing returned, ...} on so many ranks."""
-    return run_function(request.param, run_cases, models)[0]
+    return run_function(request.param, run_cases, models, [*MORE_MODELS] if has_slow_tests else SHORT_CLASSES)[0]
 
 
 @pytest.mark.parametrize('implementation', ['whole', 'torch', 'manual'])
@@ -176,7 +181,7 @@ def test_a_token_of_one_packed_document_changes_no_logit_of_another(on_ranks, ki
 
 @pytest.mark.parametrize('on_ranks', [2], indirect=True)
 @pytest.mark.parametrize('implementation', ['torch', 'manual'])
-@pytest.mark.parametrize('kind', MORE_MODELS)
+@pytest.mark.parametrize('kind', slow_but(SHORT_CLASSES, MORE_MODELS))
 def test_other_classes_compute_what_transformers_computes(on_ranks, kind, implementation):
     found = on_ranks[f'{kind} {implementation}']
     assert found['spread'] > 0.05 and found['logits'] and found['names'] and found['weights']
