@@ -175,7 +175,7 @@ RISING += ['--keep_checkpoints=1', '--checkpoint_interval=3', '--max_iters=40']
 EARLY = {
     'ddp': (1, ['train_ddp.py']),
     'torch': (2, ['train_fsdp.py']),
-    'manual': (3, ['train_fsdp.py', '--fsdp_impl=manual', '--async_checkpoint']),
+    'manual': (2, ['train_fsdp.py', '--fsdp_impl=manual', '--async_checkpoint']),
     'pipeline': (3, ['train_pipeline.py']),
     'diloco': (2, ['train_diloco.py', '--num_replicas=2', '--inner_steps=2']),
 }
@@ -224,7 +224,7 @@ def test_the_best_checkpoint_is_there_whenever_a_run_is_killed(data_dir, tmp_pat
     marker = tmp_path / f'out/checkpoints/step_{behind:08}/manifest.json'
     process = start_and_stop_behind(marker, *keys, before=before)
     process.kill()
-    process.wait()
+    process.join()
     path = checkpoint.choose_to_read(str(tmp_path / 'out'), 'best')
     assert path.endswith(f'step_{behind:08}')
     fork_script(*keys)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import REPO, SHARED, TINY_RUN, environment, fork_script, run_function
+from launch import REPO, SHARED, TINY_RUN, environment, fork_script, run_function, run_many
 from outputs import as_of_step, column
 from precision import apart, assert_same_run
 from prepared import only
@@ -321,12 +321,16 @@ def losses_of_a_plain_loop(model, prepared):
 
 def run_strategies(prepared, folder, model, nproc, *options):
     """{name: out_dir} of every strategy, with 3 micro-steps on 2 ranks and 6 on 1."""
-    out_dirs = {}
-    for name, (script, *more) in STRATEGIES.items():
-        out_dir = out_dirs[name] = folder / name
-        keys = [*RUN, f'--data_dir={prepared}', f'--init_from={model}', f'--max_iters={STEPS}', *options, *more]
-        fork_script(script, *keys, f'--out_dir={out_dir}', nproc=nproc)
-    return out_dirs
+    keys = [*RUN, f'--data_dir={prepared}', f'--init_from={model}', f'--max_iters={STEPS}', *options]
+    run_many(
+        [
+            {'name': name, 'script': script, 'arguments': [*keys, *more, f'--out_dir={folder / name}']}
+            for name, (script, *more) in STRATEGIES.items()
+        ],
+        nproc,
+        folder,
+    )
+    return {name: folder / name for name in STRATEGIES}
 
 
 @pytest.mark.parametrize('case', slow_but(['llama all'], LORA))

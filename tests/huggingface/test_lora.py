@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import TINY_RUN, run_function, start_and_stop_behind
+from launch import TINY_RUN, run_function, run_many, start_and_stop_behind
 from outputs import as_of_step, checkpoint_of, column, tensors_of
 from precision import assert_same_run
-from pretrained import refusal, save_model, start
+from pretrained import STRATEGIES, refusal, save_model, start
 from short import slow_but
 
 import optim
@@ -158,7 +158,7 @@ def test_a_run_that_is_killed_before_a_checkpoint_has_its_name_goes_on(models, w
     keys = ['train_ddp.py', *keys_of(models / 'llama', tmp_path, f'--max_iters={STEPS}')]
     process = start_and_stop_behind(Path(checkpoint_of(tmp_path, 2), 'manifest.json'), *keys, before='step_00000004')
     process.kill()
-    process.wait()
+    process.join()
     start('manual', *keys[1:], nproc=3)
     assert_same_run(column(tmp_path, 'loss'), column(whole, 'loss'))
 
@@ -194,16 +194,18 @@ def test_peft_reads_the_adapter_with_equal_logits(models, tmp_path, kind):
 
 
 def test_dropout_is_the_same_under_every_strategy_and_when_a_run_goes_on(models, tmp_path):
-    losses = {}
-    for name in ('ddp', 'torch', 'manual'):
-        keys = keys_of(models / 'llama', tmp_path / name, *WITH_ALL)
-        for steps in (3, STEPS) if name == 'manual' else (STEPS,):
-            start(name, *keys, f'--max_iters={steps}', nproc=2)
-        losses[name] = column(tmp_path / name, 'loss')
+    def case(name, strategy, steps, *more):
+        script, *options = STRATEGIES[strategy]
+        keys = keys_of(models / 'llama', tmp_path / name, *WITH_ALL, *options, *more, f'--max_iters={steps}')
+        return {'name': f'{name} {steps}', 'script': script, 'arguments': keys}
+
+    cases = [case('ddp', 'ddp', STEPS), case('torch', 'torch', STEPS)]
+    cases += [case('manual', 'manual', 3), case('manual', 'manual', STEPS)]
+    run_many([*cases, case('none', 'ddp', STEPS, '--lora_dropout=0')], 2, tmp_path)
+    losses = {name: column(tmp_path / name, 'loss') for name in ('ddp', 'torch', 'manual')}
+    without = column(tmp_path / 'none', 'loss')
     assert_same_run(losses['torch'], losses['ddp'])
     assert_same_run(losses['manual'], losses['ddp'])
-    start('ddp', *keys_of(models / 'llama', tmp_path / 'none', *WITH_ALL, '--lora_dropout=0', '--max_iters=6'), nproc=2)
-    without = column(tmp_path / 'none', 'loss')
     assert without[0] == pytest.approx(losses['ddp'][0], rel=1e-6), 'B is 0 yet'
     assert max(abs(ours - theirs) for ours, theirs in zip(without, losses['ddp'], strict=True)) > 1e-4
 
