@@ -121,9 +121,10 @@ def self_test_of_a_state_space_model(folder):
     return str(refused.value), finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
 
 
-# Of MORE_MODELS the short suite has one with experts, one with layers that know no positions, and one that keeps its
-# own attention; of HYBRID those that single tests are about. tests/huggingface/test_packing.py has all of them.
-SHORT_CLASSES, SHORT_HYBRID = ['mixtral', 'smollm3', 'gemma2'], ['mamba', 'lfm2']
+# Of MORE_MODELS the short suite has one that scales scores in its own way, one with experts, one with layers that know
+# no positions, and one that keeps its own attention; of HYBRID those that single tests are about. test_packing.py has
+# all of them.
+SHORT_CLASSES, SHORT_HYBRID = ['granite', 'mixtral', 'smollm3', 'gemma2'], ['mamba', 'lfm2']
 
 
 def run_cases(folder, more_models):
