@@ -211,18 +211,18 @@ def contents(folder):
 
 @pytest.fixture(scope='session')
 def downloaded(tiny_llama, tmp_path_factory):
-    """A finished download, for tests that copy it."""
+    """A finished download, for tests that copy it: (its folder, what was printed, what the hub has sent)."""
     folder, server = tmp_path_factory.mktemp('downloaded'), Hub({'meta-llama/Tiny-Llama': tiny_llama})
-    download(server, folder)
+    said = download(server, folder).stdout
     server.close()
-    return folder / 'model'
+    return folder / 'model', said, server.served
 
 
 @pytest.fixture
 def copy(downloaded, tmp_path):
     """A copy of the finished download, to be damaged."""
     (tmp_path / 'model').mkdir()
-    for path in downloaded.iterdir():
+    for path in downloaded[0].iterdir():
         (tmp_path / 'model' / path.name).write_bytes(path.read_bytes())
     return tmp_path / 'model'
 
@@ -230,15 +230,14 @@ def copy(downloaded, tmp_path):
 # --- download ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_needed_arrives_verified_and_recorded(hub, tiny_llama, tmp_path):
+def test_only_what_is_needed_arrives_verified_and_recorded(tiny_llama, downloaded):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    result = download(hub, tmp_path)
-    folder = tmp_path / 'model'
+    folder, said, served = downloaded
     needed = {*WANTED, *SHARDS, INDEX}
     assert {path.name for path in folder.iterdir()} == {*needed, 'download.json'}
-    assert sorted(hub.served) == requests_for(tiny_llama, needed)  # every byte once
+    assert sorted(served) == requests_for(tiny_llama, needed)  # every byte once
     record = json.loads((folder / 'download.json').read_text())
     assert (record['repo'], record['revision']) == ('meta-llama/Tiny-Llama', COMMIT)
     for name in needed:
@@ -248,8 +247,8 @@ def test_only_what_is_needed_arrives_verified_and_recorded(hub, tiny_llama, tmp_
     theirs, ours = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_llama, folder))
     tokens = torch.tensor([AutoTokenizer.from_pretrained(folder).encode('def hook(kind):')])
     assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
-    assert f'{sum(p.numel() for p in ours.parameters()):,} parameters in float32' in result.stdout
-    assert 'LlamaForCausalLM' in result.stdout and COMMIT in result.stdout
+    assert f'{sum(p.numel() for p in ours.parameters()):,} parameters in float32' in said
+    assert 'LlamaForCausalLM' in said and COMMIT in said
 
 
 @pytest.mark.slow
