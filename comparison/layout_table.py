@@ -11,19 +11,27 @@ from comparison import results, verdict
 from planning import layouts, step_time
 from system.files import read_json
 
+# Without these each node's torchrun would wait for the others on its own address. HEAD is the name of one of the nodes.
+RENDEZVOUS = ('--rdzv-backend=c10d', '--rdzv-id=1', '--rdzv-endpoint=HEAD:29500')
+
 
 def report(config, keys, explicit):
     """The text that compare.py --plan prints. config: compare.py's keys. keys: those given for train scripts. explicit:
     which keys were given, and where. Raises ValueError as layouts.rank() does."""
-    gpus, node_gpus = config.gpus, config.node_gpus
-    if config.gpu == 'cpu':
+    gpus, node_gpus, gpu = config.gpus, config.node_gpus, config.gpu.lower()
+    if gpu == 'cpu':
         if not config.measured or not config.links:
             raise ValueError(
                 'gpu=cpu has no speed to assume: give --measured=OUT_DIR and --links=FILE, docs/strategies.md'
             )
         cluster = step_time.cpu_cluster(gpus, node_gpus, config.cores, config.gpu_gb)
     else:
-        cluster = step_time.assumed(config.gpu, gpus, node_gpus)
+        cluster = step_time.assumed(gpu, gpus, node_gpus)
+        if keys.get('dtype') == 'float32' and not config.measured:
+            raise ValueError(
+                f'dtype=float32: the speed assumed for {gpu} is that of bfloat16: leave dtype away, or give '
+                '--measured=OUT_DIR, docs/strategies.md'
+            )
         cluster = cluster._replace(gb=config.gpu_gb) if 'gpu_gb' in explicit else cluster
     if config.measured:
         cluster = step_time.with_measured_step(cluster, [run_alone(out_dir) for out_dir in config.measured])
@@ -48,7 +56,7 @@ def report(config, keys, explicit):
     ])  # fmt: skip
     speed, links = ('measured' if given else 'assumed' for given in (config.measured, config.links))
     per_node = min(gpus, node_gpus)
-    title = f'{gpus} ranks of {config.gpu}, {per_node} on each node; speed {speed}, links {links}; per step of a run:'
+    title = f'{gpus} ranks of {gpu}, {per_node} on each node; speed {speed}, links {links}; per step of a run:'
     return f'{title}\n\n{table}\n\n{reason(rows)}\n\n{command(rows[0], keys, explicit, cluster)}'
 
 
@@ -84,10 +92,11 @@ def reason(rows):
 
 
 def command(row, keys, explicit, cluster):
-    """The command that starts a run with this layout, with the config files and train keys given to compare.py."""
+    """The command that starts a run with this layout, on each node, with the config files and train keys given to
+    compare.py."""
     given = {key: value for key, value in keys.items() if explicit.get(key) == 'command line'}
     files = [word for word in sys.argv[1:] if word.endswith('.py') and not word.startswith('--')]
     options = [f'--{key}={value}' for key, value in {**given, **row['keys']}.items()]
     per_node = min(cluster.gpus, cluster.node_gpus)
-    nodes = [f'--nnodes={cluster.gpus // per_node}'] if cluster.gpus > per_node else []
-    return ' '.join(['torchrun', *nodes, f'--nproc_per_node={per_node}', row['script'], *files, *options])
+    nodes, met = ([f'--nnodes={cluster.gpus // per_node}'], RENDEZVOUS) if cluster.gpus > per_node else ([], ())
+    return ' '.join(['torchrun', *nodes, f'--nproc_per_node={per_node}', *met, row['script'], *files, *options])

@@ -17,13 +17,15 @@ import statistics
 from collections import namedtuple
 from functools import cache
 
+import torch
+
 import context_manual
 import expert_manual
 import fsdp
 import pipeline_manual
 import tensor_manual
 from layout import FP32, Layout
-from model import ModelConfig, idle_numbers
+from model import ModelConfig, has_flash_attention, idle_numbers
 from planning import sizes, traffic
 from planning.memory import Plan
 from system.devices import PEAK_FLOPS
@@ -215,8 +217,8 @@ def work(config, model, device):
     ((forward, backward) of a block, (forward, backward) of the rest): seconds of one micro-step on one rank.
 
     A matmul with P weights takes 2 P FLOPs per token, and its two gradients take twice that. Causal attention over T
-    tokens takes 2 T H D per token (two products, each with T/2 keys; with a window of w tokens, w - w^2 / 2T keys), and
-    backward 2.5 times that, since it recomputes the scores. Everything else is bound by memory: when compiled, a block
+    tokens takes 2 T H D per token (two products, each with T/2 keys; others by keys_of_a_query()), and backward 2.5
+    times that, since it recomputes the scores. Everything else is bound by memory: when compiled, a block
     reads or writes 8 C numbers per token for norms and residuals, 2 (H + K) D for the rotation and 3 M for the
     activation, and twice as many in backward. The loss computes its gradients by hidden states and head in forward
     already, and moves 8 bytes per logit.
@@ -228,10 +230,7 @@ def work(config, model, device):
         M = k * config['expert_hidden_dim'] + (8 if config.get('expert_parallel', 1) > 1 else 4) / 3 * k * C
     in_matmuls = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2)
     matmul = 2 * (in_matmuls - idle_numbers(model.blocks[0])) / device.matmul
-    T, pattern = config['block_size'], config.get('window_pattern') or 'L'
-    windows = [config['window_size'] if letter == 'S' else T for letter in pattern]
-    keys = sum(w - w * w / (2 * T) for w in windows) / len(windows)  # that a query meets, on average
-    attention = 4 * keys * H * D / device.attention
+    attention = 4 * keys_of_a_query(config) * H * D / device.attention
     other = sizes.BYTES[config['dtype']] * (8 * C + 2 * (H + K) * D + 3 * M) / device.memory
     forward, backward = matmul + attention + other, 2 * matmul + 2.5 * attention + 2 * other
     vocabulary = model.head.weight.shape[0]
@@ -243,6 +242,29 @@ def work(config, model, device):
     (scale_f, scale_b), beside = device.scale, device.beside.get(config.get('fsdp_impl'), device.beside['ddp'])
     block = tokens * forward * scale_f + beside[0], tokens * backward * scale_b + beside[1]
     return block, (tokens * root * scale_f + beside[0], beside[1])
+
+
+def keys_of_a_query(config):
+    """
+    The keys that a query is multiplied with, the mean over queries and layers.
+
+    Of causal attention these are T/2, with a window of w tokens w - w^2 / 2T. FlashAttention skips all others. A mask
+    only hides them, so where model.py takes one (MaskedAttention), all T are computed: on a CPU, in fp32, with dropout
+    and for odd heads, in layers with a window and in all layers where documents are kept apart. (By how much that
+    kernel is slower besides is not known, nor how long documents are.) context_manual.py has no masks.
+    """
+    T, pattern = config['block_size'], config.get('window_pattern') or 'L'
+    device = torch.device('cpu' if config['device'] == 'cpu' else 'meta')  # the latter stands for a GPU since Ampere
+    has_flash = not config['dropout'] and has_flash_attention(
+        device, getattr(torch, config['dtype']), config['head_dim']
+    )
+    documents = config['windows'] == 'documents'
+    by_mask = config.get('context_parallel', 1) == 1 and not has_flash
+    met = []
+    for letter in pattern:
+        seen = config['window_size'] if letter == 'S' else T
+        met.append(T if by_mask and (documents or letter == 'S') else seen - seen * seen / (2 * T))
+    return sum(met) / len(met)
 
 
 def attention_share(config, model, device):

@@ -52,7 +52,13 @@ def test_a_ring_over_nodes_has_their_network_cards():
 
 @pytest.mark.parametrize(
     ('windows', 'keys'),
-    [({}, 64), ({'window_pattern': 'SL', 'window_size': 2}, (64 + 2 - 2 / 128) / 2)],  # of a query, on average
+    [  # of a query, on average
+        ({}, 64),
+        ({'window_pattern': 'SL', 'window_size': 2}, (64 + 2 - 2 / 128) / 2),
+        ({'window_pattern': 'SL', 'window_size': 2, 'dropout': 0.1}, (64 + 128) / 2),  # by a mask, which skips nothing
+        ({'windows': 'documents', 'dropout': 0.1}, 128),
+        ({'windows': 'documents'}, 64),
+    ],
 )
 def test_a_step_without_communication_is_the_computation(windows, keys):
     found = step_time.step(config_of('train_ddp.py', **windows), 'ddp', cluster(1))
@@ -309,13 +315,14 @@ def knobs(**changes):
 @pytest.mark.slow
 def test_compare_prints_the_table_the_reason_and_the_command():
     keys = [f'--{key}={value}' for key, value in {**KEYS, 'global_batch_size': 4}.items()]
-    said = run_script('compare.py', '--plan', '--gpus=4', '--node_gpus=2', '--gpu=a100', *keys).stdout
+    said = run_script('compare.py', '--plan', '--gpus=4', '--node_gpus=2', '--gpu=A100', *keys).stdout
     title, table, reason, command = said.strip().split('\n\n')
     assert title.startswith('4 ranks of a100, 2 on each node; ') and title.count('assumed') == 2
     first = table.splitlines()[2].split('|')[1].strip()
     assert reason.startswith(f'{first} is first: of ') and reason.count('. ') == 0
-    script = re.fullmatch(r'torchrun --nnodes=2 --nproc_per_node=2 (train_\w+\.py) (.*)', command)
-    assert script and '--batch_size=' in script[2] and '--n_layer=8' in script[2]
+    script = re.fullmatch(r'torchrun --nnodes=2 --nproc_per_node=2 (--rdzv-.*:29500) (train_\w+\.py) (.*)', command)
+    assert script and '--batch_size=' in script[3] and '--n_layer=8' in script[3]
+    assert script[1] == '--rdzv-backend=c10d --rdzv-id=1 --rdzv-endpoint=HEAD:29500'
 
 
 @pytest.mark.parametrize(
@@ -330,6 +337,7 @@ def test_compare_prints_the_table_the_reason_and_the_command():
             marks=pytest.mark.slow,
         ),
         ({'gpu': 'cpu'}, {}, 'gpu=cpu .*--measured'),
+        ({'gpu': 'H100'}, {'dtype': 'float32'}, 'dtype=float32: .* h100 .*--measured'),
         ({'measured': ['nowhere']}, {}, 'measured=nowhere: .*out_dir'),
         ({}, {'global_batch_size': None}, 'global_batch_size .*not known'),
         ({}, {'vocab_size': None, 'dataset': 'nowhere'}, 'vocab_size .*not known'),
