@@ -63,15 +63,39 @@ Told = namedtuple('Told', 'gram bytes spans')
 
 
 def holds(plan):
-    """Anchors and outer momentum in fp32, with error feedback what rounding lost, and the fragment in flight. (The rest
-    is FSDP's, of a rank that shards its replica.)"""
+    """Anchors and outer momentum in fp32, with error feedback what rounding lost, and the fragments in flight. (The
+    rest is FSDP's, of a rank that shards its replica.)"""
     keys, weights = plan.keys, plan.weights
-    trained = weights.count(weights.trained)
     keeps_error = keys['error_feedback'] and keys['exchange_dtype'] != 'float32'
-    outer = FP32 * (2 + keeps_error) * trained
-    outer += FP32 * trained // keys['num_fragments'] if keys.get('overlap_steps') else 0
-    on_host = keys['outer_on_host'] or keys['cpu_offload'] == 'params'
-    return {'host outer' if on_host else 'outer': outer}
+    outer = FP32 * (2 + keeps_error) * weights.count(weights.trained)
+    parameters_on_host = keys['cpu_offload'] == 'params'
+    parts = {'host outer' if keys['outer_on_host'] or parameters_on_host else 'outer': outer}
+    if keys.get('overlap_steps'):  # what is in flight is where the parameters are
+        place = 'host outer' if parameters_on_host else 'outer'
+        parts[place] = parts.get(place, 0) + bytes_in_flight(plan)
+    return parts
+
+
+def bytes_in_flight(plan):
+    """Bytes of the fragments that wait for their average, at most: when one is sent, those of overlap_steps."""
+    keys, weights = plan.keys, plan.weights
+    trained = {name: parameter for name, parameter in weights.named.items() if parameter.requires_grad}
+    fragments = assign_to_fragments(trained, keys['num_fragments'])
+    sizes = [weights.count(trained[name] for name in names) for names in fragments]
+    offsets = [offset_of(index, keys['inner_steps'], len(sizes)) for index in range(len(sizes))]
+    return FP32 * max(
+        sum(
+            size
+            for size, before in zip(sizes, offsets, strict=True)
+            if (now - before) % keys['inner_steps'] < keys['overlap_steps']
+        )
+        for now in offsets
+    )
+
+
+def offset_of(index, inner_steps, num_fragments):
+    """The fragment with this index is sent after steps with step % inner_steps equal to this."""
+    return (index + 1) * inner_steps // num_fragments % inner_steps
 
 
 def sends(plan):
@@ -217,7 +241,7 @@ class Outer:
         self.fragments = []
         for index, names in enumerate(assign_to_fragments(self.parameters, num_fragments)):
             members = {name: self.parameters[name] for name in names}
-            offset = (index + 1) * inner_steps // num_fragments % inner_steps
+            offset = offset_of(index, inner_steps, num_fragments)
             self.fragments.append(Fragment(index, members, offset, home, self.on_host, with_error, bucket))
         assert sum(len(fragment.parameters) for fragment in self.fragments) == len(self.parameters)
         self.restart_from_parameters(step=0)

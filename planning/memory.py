@@ -166,11 +166,13 @@ def totals(parts):
 def while_writing(plan):
     """Bytes on the device while the model of train_grpo.py writes answers, at most: what stays from step to step, whole
     weights in the compute dtype, keys and values of the answers that are written at once, of block_size tokens each."""
-    from fsdp import whole_bytes
+    from fsdp import reduction_that_stays, whole_bytes
 
     keys = plan.keys
     answers = keys['global_batch_size'] // plan.layout.ranks
     at_once = min(answers, keys['generation_batch_size'] or answers)
     per_token = 2 * keys['n_layer'] * keys['n_kv_head'] * keys['head_dim'] * plan.compute_bytes
     stays = sum(size for part, size in held(plan).items() if part in STATES)
+    if plan.layout.strategy == 'fsdp' and keys['fsdp_impl'] == 'manual':
+        stays += reduction_that_stays(plan)
     return stays + whole_bytes(plan.model.parameters(), plan.compute_bytes) + at_once * keys['block_size'] * per_token

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_many
+from launch import run_function, run_many
 from outputs import column
 from short import slow_but
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import deepspeed_engine
+import diloco
 import float8
 import optim
 from layout import accumulation_steps
@@ -324,12 +325,41 @@ def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():
     assert plain['outer'] == 2 * plain['weights']
     fsdp = predicted_memory(config_of(shape, **FSDP | {'replicate_size': 2}), shape.to_dict(), 8, 'fsdp')
     assert {part: size for part, size in plain.items() if part != 'outer'} == fsdp
-    diloco['overlap_steps'] = 1
-    assert parts()['outer'] == 2.5 * plain['weights']
+    diloco.update(overlap_steps=1, inner_steps=4)
+    in_flight = parts()['outer'] - plain['outer']  # the larger of two fragments
+    assert plain['weights'] / 2 < in_flight < plain['weights']
     diloco.update(error_feedback=True, outer_on_host=True)
-    assert 'outer' not in parts() and parts()['host outer'] == 3.5 * plain['weights']
-    diloco.update(exchange_dtype='float32')  # which rounds nothing
-    assert parts()['host outer'] == 2.5 * plain['weights']
+    assert parts()['outer'] == in_flight and parts()['host outer'] == 3 * plain['weights']
+    diloco.update(exchange_dtype='float32', cpu_offload='params')  # which rounds nothing; with which all is on the host
+    assert 'outer' not in parts() and parts()['host outer'] == plain['outer'] + in_flight
+
+
+def most_in_flight(keys):
+    """Bytes of the fragments of a model that are in flight at once, at most, in 40 steps of one replica."""
+    model = GPT(ModelConfig(**keys['shape']))
+    parameters = dict(model.named_parameters())
+    outer = diloco.Outer(
+        parameters, lambda *_: None, dist.group.WORLD, keys['inner_steps'], keys['num_fragments'], keys['overlap_steps']
+    )
+    most = 0
+    for step in range(1, 41):
+        for fragment in outer.to_land(step):
+            outer.land(fragment, step)
+        for fragment in outer.to_send(step):
+            outer.send(fragment, step)
+        most = max(most, sum(f.delta.nbytes for f in outer.fragments if f.delta is not None))
+    return most
+
+
+@pytest.mark.parametrize(('inner_steps', 'fragments', 'overlap'), [(7, 3, 2), (7, 3, 3), (4, 4, 3), (6, 1, 5)])
+def test_what_diloco_has_in_flight_is_what_the_plan_says(inner_steps, fragments, overlap):
+    shape = dict(arch='llama', n_layer=4, n_head=2, n_embd=24, vocab_size=301, block_size=16)
+    keys = {'inner_steps': inner_steps, 'num_fragments': fragments, 'overlap_steps': overlap}
+    config = config_of(ModelConfig(**shape), **FSDP, **keys, num_replicas=1, outer_on_host=False, error_feedback=False)
+    config |= {'exchange_dtype': 'float32'}
+    parts = predicted_memory(config, ModelConfig(**shape).to_dict(), 1, 'diloco')
+    (most,) = run_function(1, most_in_flight, {'shape': shape, **keys})
+    assert parts['outer'] == 2 * parts['weights'] + most
 
 
 @pytest.mark.parametrize('strategy', ['fsdp', 'pipeline'])
