@@ -324,6 +324,8 @@ def translated(key, knobs, script):
     """What a flag of another trainer is here, in the words of an error; None for a key of knobs, or if nobody knows.
     Of a.b.c are tried a.b.c, the sections a.b and a, and then b.c, b and c. An answer names the owner of each key that
     this script lacks."""
+    if 'to' in knobs and key in ('output_dir', 'local_dir'):  # of hf and torchtune; here out_dir is the folder of a run
+        return f'here it is to: {knobs["to"].comment}'
     parts = key.split('.')
     tries = [('.'.join(parts[i:j]), j == len(parts)) for i in range(len(parts)) for j in range(len(parts), i, -1)]
     found = next((name for name, is_last in tries if name in other_trainers() or (is_last and name in knobs)), None)
@@ -408,7 +410,7 @@ def split_arguments(arguments, knobs, known, script):
             elif flag[2:] in knobs and 'list' in knobs[flag[2:]].types:  # --tasks=a.jsonl b.jsonl
                 meant = f'{previous.rstrip(",")},{argument}'
             else:
-                meant = ''
+                meant = '' if equals else meant_by_word(argument, knobs, script)
             hint = f'; did you mean {meant} ?' if meant else ''
             if not equals and not meant:  # a recipe's name, or a .yaml file
                 hint = (
@@ -417,6 +419,17 @@ def split_arguments(arguments, knobs, known, script):
             raise Mistake(f'{argument!r} is neither a config file (*.py) nor --key=value{hint}')
         previous = argument
     return files, options
+
+
+def meant_by_word(word, knobs, script):
+    """What somebody meant who gave a word without a key: a config file, as in `train_ddp.py config/sft_chat`, or the
+    first key that takes a path, as in `download_model.py OWNER/NAME`. '' if nobody knows."""
+    for path in (f'{word}.py', f'config/{Path(word).stem}.py'):
+        if os.path.isfile(path):
+            return path
+    place = next((key for key, knob in knobs.items() if 'path' in knob.tags), None)
+    takes_configs = script.name.startswith('train_') or script.name == 'compare.py'
+    return f'--{place}={word}' if place and not takes_configs and ('/' in word or os.path.exists(word)) else ''
 
 
 class Namespace(dict):

@@ -356,6 +356,12 @@ elif (given / 'config.json').exists() and Path(config.to or '').expanduser().res
     key = 'revision' if config.to is None else 'to'
     line = f'model={config.model} is a folder here, and is checked where it lies: leave out --{key}={vars(config)[key]}'
     raise ValueError(f'{line} (or, to download what the hub has under that name, run this from another folder)')
+elif config.model == 'OWNER/NAME' or (config.model.startswith(('models/', 'out/')) and not given.is_dir()):
+    holds = ', '.join(sorted(path.name for path in Path('models').glob('*/'))[:10]) or 'nothing'  # no owner on the hub
+    raise ValueError(
+        f'model={config.model}: there is no such folder (models holds: {holds}), and a model of the hub is given by '
+        'owner and name, as in --model=HuggingFaceTB/SmolLM2-135M-Instruct'
+    )
 elif re.fullmatch(r'[\w.-]+(/[\w.-]+)?', config.model):
     download(config.model, Path(config.to or Path('models', config.model.rpartition('/')[2])).expanduser())
 else:

@@ -391,6 +391,19 @@ def test_a_stray_word_is_refused_with_what_was_meant(error):
     assert re.search("'what' .*config file", error('what'))
 
 
+def test_a_word_without_a_key_is_taken_for_a_config_file_or_the_first_path():
+    for script, word, meant in (
+        ('train_ddp.py', 'config/sft_chat', 'config/sft_chat.py'),
+        ('compare.py', 'sft_chat.yaml', 'config/sft_chat.py'),
+        ('download_model.py', 'meta-llama/Llama-3.2-3B', '--model=meta-llama/Llama-3.2-3B'),
+        ('report.py', 'docs', '--out_dir=docs'),
+    ):
+        said = run_script(script, word, check=False).stderr
+        assert said.endswith(f'neither a config file (*.py) nor --key=value; did you mean {meant} ?\n'), said
+    said = run_script('download_model.py', '--model=a/b', '--output-dir', 'x', check=False).stderr
+    assert 'here it is to: the folder to download into' in said
+
+
 # --- ranges -----------------------------------------------------------------------------------------------------------
 
 

@@ -380,6 +380,9 @@ def test_a_missing_model_or_revision(hub, tmp_path):
     assert 'revision=v9' in line and '--revision=main' in line
     line = error_line(run_script('download_model.py', '--model=/no/such/folder', check=False))
     assert '/no/such/folder' in line and 'OWNER/NAME' in line
+    for name in ('models/none', 'OWNER/NAME'):  # which the hub is not asked for
+        line = error_line(run_script('download_model.py', f'--model={name}', check=False))
+        assert f'model={name}: there is no such folder (models holds: ' in line and '--model=Hugging' in line
     assert not (tmp_path / 'model').exists()
 
 

@@ -196,7 +196,7 @@ def tokenizer_of(dataset_folder, fetch=False):
     path = Path(dataset_folder) / 'meta.json'
     facts = _read_meta(dataset_folder)[1]
     if facts is None:
-        raise ValueError(f'{path} is missing, or does not name a tokenizer (often gpt2)')
+        raise ValueError(f'{path} {"does not name a tokenizer" if path.exists() else "is missing"}')
     if 'eot_text' in facts:  # a Hugging Face tokenizer: its file was copied, the folder it came from may be elsewhere
         return FileTokenizer(path.with_name('tokenizer.json'), facts['eot_text'], facts.get('bos_text', ()))
     return load_tokenizer(facts['name'], dataset_folder, fetch)
@@ -211,8 +211,9 @@ def tokenizer_of_run(dataset_folder, vocab_size, name=None):
         try:
             tokenizer = tokenizer_of(dataset_folder, fetch=True)
         except (ValueError, OSError) as error:
-            advice = 'say where the dataset lies with --data_dir=FOLDER, or name its tokenizer with --tokenizer=NAME'
-            raise ValueError(f'{error}; {advice}') from error
+            name = {50257: 'gpt2', 257: 'bytes'}.get(vocab_size, 'NAME')  # what most likely has so many tokens
+            advice = 'say where the dataset lies with --data_dir=FOLDER, or which tokenizer it was made with, of '
+            raise ValueError(f'{error}; {advice}{vocab_size} tokens, with --tokenizer={name}') from error
     if tokenizer.vocab_size > vocab_size:
         sizes = f'has {tokenizer.vocab_size} tokens, the model {vocab_size}'
         raise ValueError(f'tokenizer {tokenizer.name} {sizes}: give the one it was trained with, --tokenizer=NAME')
@@ -478,6 +479,8 @@ def _check_tiktoken_name(name):
     known = ['bytes', 'bpe', *tiktoken.list_encoding_names()]
     if name in known:
         return
+    if os.path.isfile(name):
+        raise ValueError(f'tokenizer={name} is a file: give its folder, --tokenizer={os.path.dirname(name) or "."}')
     if os.sep in name:
         raise FileNotFoundError(f'tokenizer={name}: there is no such folder')
     close = difflib.get_close_matches(name, known, n=3) or known

@@ -29,6 +29,7 @@ from text.tokenizer import (
     load_tokenizer,
     load_transformers_tokenizer,
     tokenizer_of,
+    tokenizer_of_run,
     train_bpe,
 )
 
@@ -132,17 +133,23 @@ def test_a_dataset_names_its_tokenizer(bpe_folder, hugging_face_folder, tmp_path
 def test_a_dataset_that_does_not_name_its_tokenizer_is_an_error(meta, tmp_path):
     if meta is not None:
         (tmp_path / 'meta.json').write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match='name a tokenizer'):
+    with pytest.raises(ValueError, match='is missing' if meta is None else 'does not name a tokenizer'):
         tokenizer_of(tmp_path)
+    for size, name in ((50257, 'gpt2'), (2048, 'NAME')):  # no other has 2,048 tokens than the one that is looked for
+        with pytest.raises(ValueError, match=f'of {size} tokens, with --tokenizer={name}$'):
+            tokenizer_of_run(tmp_path, size)
 
 
-def test_unknown_names_get_the_closest_ones():
+def test_unknown_names_get_the_closest_ones(hugging_face_folder):
     with pytest.raises(ValueError, match='did you mean gpt2'):
         load_tokenizer('gpt-2')
     with pytest.raises(ValueError, match='did you mean .*bytes'):
         describe('byte', 0)
     with pytest.raises(FileNotFoundError, match='no such folder'):
         load_tokenizer('models/not_there')
+    file = hugging_face_folder / 'tokenizer.json'
+    with pytest.raises(ValueError, match=f'tokenizer={file} is a file: give its folder, --tokenizer={file.parent}$'):
+        load_tokenizer(str(file))
 
 
 def test_a_folder_without_tokenizer_or_end_of_text_is_an_error(tmp_path, hugging_face_folder):
