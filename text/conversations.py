@@ -257,7 +257,9 @@ class ChatEncoder:
                 span, shown = (start, len(text)), messages[: number + 1]
                 _check_written(text, {number: span}, shown, tools)
                 if train_on_input and number > before + 1:
-                    begin = self._start_of(text, shown, before + 1, options) if before >= 0 else 0
+                    # A template that writes the system message before the user's last one does so in the prompt alone.
+                    forms = (shown, shown[:-1]) if before >= 0 else ()
+                    begin = max((self._start_of(text, form, before + 1, options) for form in forms), default=0)
                     span = (min(begin, start), len(text))
                 yield self._encode(text, [span], not ends)
                 before = number

@@ -274,7 +274,7 @@ def test_with_train_on_input_all_tokens_of_the_template_are_learned_once(templat
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for turns in CHATS:
         if template == MISTRAL and turns[0][0] == 'system':
-            continue  # it writes the system message before each question that comes last
+            continue  # it writes the system message before each question that comes last, see the next test
         messages = messages_of(turns)
         conversation = chat_rows.conversation_of({'messages': messages}, train_on_input=True)
         found = list(encoder.examples(conversation, train_on_input=True))
@@ -292,6 +292,18 @@ def test_with_train_on_input_all_tokens_of_the_template_are_learned_once(templat
             seen += learned
         assert len(found) == len(ends)
         assert all(seen.count(content.strip()) == 1 for _, content in turns if len(content) > 4)
+
+
+def test_with_train_on_input_a_system_message_that_is_written_again_is_learned_once(tmp_path):
+    encoder, files = encoder_of(make_tokenizer(tmp_path / 'mistral', MISTRAL, '</s>'))
+    turns = [('system', 'Be brief.'), ('user', 'one'), ('assistant', 'a'), ('user', 'two'), ('assistant', 'b')]
+    row = chat_rows.conversation_of({'messages': messages_of(turns)}, train_on_input=True)
+    texts = [
+        conversations.marked_text(ids, flags, files.decode, '(', ')')
+        for ids, flags, _ in encoder.examples(row, train_on_input=True)
+    ]
+    assert texts[0].endswith('Be brief.\n\none[/INST] a</s>)') and texts[0].index('(') < texts[0].index('Be')
+    assert texts[1].endswith('one[/INST] a</s>[INST] Be brief.\n\n(two[/INST] b</s>)') and texts[1].count('(') == 1
 
 
 def test_with_train_on_input_a_chat_ends_with_its_last_message_and_a_weight_of_0_is_a_contradiction(chatml, tmp_path):
