@@ -576,6 +576,11 @@ def test_a_model_answers_the_twenty_questions_that_it_was_taught(tmp_path):
 
 # --- new tokens -------------------------------------------------------------------------------------------------------
 
+NEW_TOKENS_UNDER = [
+    ('train_diloco.py', ['--num_replicas=1', '--inner_steps=2', '--outer_lr=1', '--outer_momentum=0']),
+    ('train_deepspeed.py', ['--zero_stage=1']),
+    ('train_deepspeed.py', ['--zero_stage=3']),
+]
 NEW = ['What is', 'A number', ' never used']  # in every row of `chats`, but for the last
 
 
@@ -655,6 +660,22 @@ def test_new_tokens_are_trained_resumed_and_exported(with_tokens, tmp_path):
     torch.testing.assert_close(embedding[VOCABULARY + 2], original.mean(0))  # of the token that no text has
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'export')
     assert tokenizer.encode('What isA number') == [VOCABULARY, VOCABULARY + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('script', 'more'), NEW_TOKENS_UNDER)
+def test_new_tokens_are_trained_under_other_scripts(with_tokens, tmp_path, script, more):
+    if script == 'train_deepspeed.py':
+        pytest.importorskip('deepspeed')
+    folders, data_dir = with_tokens
+    keys = [*RUN, f'--data_dir={data_dir}', '--dataset=more', f'--init_from={folders["llama"]}', '--learning_rate=1e-2']
+    for name, nproc, its in (('train_ddp.py', 1, []), (script, 2, more)):
+        out_dir = tmp_path / name
+        for steps in (2, 4):  # it resumes, too
+            (said, *_) = fork_script(name, *keys, *its, f'--out_dir={out_dir}', f'--max_iters={steps}', nproc=nproc)
+        assert ': 3 new rows begin as the mean of the others' in said.stdout
+        fork_script('export_model.py', f'--out_dir={out_dir}', f'--to={out_dir}_export')
+    assert_same_run(column(tmp_path / script, 'loss'), column(tmp_path / 'train_ddp.py', 'loss'), script)
 
 
 def test_new_tokens_are_refused_beside_what_would_not_train_them(models, with_tokens, tmp_path):
