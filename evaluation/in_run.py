@@ -156,10 +156,12 @@ def encoder_of_run(keys, pretrained):
 
 
 def tasks_of(keys, layout, pretrained, device):
-    """The Evaluation of a train script's eval_tasks. Raises ValueError as Evaluation and encoder_of_run() do."""
+    """The Evaluation of a train script's eval_tasks, in train_grpo.py with as many examples as its prompts have. Raises
+    ValueError as Evaluation and encoder_of_run() do."""
     encoder = encoder_of_run(keys, pretrained)
     tokens_at_once = keys['batch_size'] * keys['block_size']  # where a step has room, their cached keys and values have
     return Evaluation(
         keys['eval_tasks'], encoder, keys['block_size'], pretrained, keys['batch_size'], device, tokens_at_once,
         ranks_per_batch=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],
+        num_fewshot=keys.get('num_fewshot'),
     )  # fmt: skip

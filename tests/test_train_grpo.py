@@ -19,6 +19,7 @@ from short import slow_but
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dataset.shuffle import permuted
+from evaluation import in_run
 from huggingface import finetune
 from logprobs import token_logps
 from model import generator_of
@@ -299,6 +300,19 @@ def test_layouts_are_equal(runs, name):
         assert column(out, fact) == pytest.approx(column(expected, fact), rel=1e-12), fact
     assert_same_run(column(out, 'entropy'), column(expected, 'entropy'), name)
     assert_same_run(column(out, 'grad_norm')[:1], column(expected, 'grad_norm')[:1], name)
+
+
+def test_tasks_are_scored_with_as_many_examples_as_prompts_have(folder, tmp_path):
+    rows = rows_of_prompts()
+    rows[0]['num_fewshot'] = 5  # as in GSM8K's file: with them no question would fit
+    write_rows(tmp_path / 'few.jsonl', rows)
+    keys = {'eval_tasks': [tmp_path / 'few.jsonl'], 'block_size': BLOCK, 'batch_size': 2, 'num_fewshot': 0}
+    keys |= {'eval_tasks_chat': False, 'eval_tasks_limit': None, 'trust_remote_code': False}
+    others = SimpleNamespace(tensor=1), finetune.Pretrained(str(folder / 'llama')), torch.device('cpu')
+    (task,) = in_run.tasks_of(keys, *others).tasks
+    assert task.num_fewshot == 0
+    with pytest.raises(ValueError, match='lower num_fewshot'):
+        in_run.tasks_of(keys | {'num_fewshot': None}, *others)
 
 
 @pytest.mark.parametrize('name', REFUSED)
