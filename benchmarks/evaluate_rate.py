@@ -185,7 +185,10 @@ def our_results(out_dir, paths, folder, num_fewshot=0, batch_size=32, limit=None
 
 
 def harness_model(model_folder, batch_size, is_ours):
-    from lm_eval.models.huggingface import HFLM
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        sys.exit(f'error: {error}: this compares with lm_eval, `pip install lm_eval` into an environment of its own')
 
     options = {'device': 'cpu', 'dtype': 'float32', 'batch_size': batch_size, 'trust_remote_code': is_ours}
     return HFLM(pretrained=str(model_folder), **options)

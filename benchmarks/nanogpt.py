@@ -115,4 +115,9 @@ if __name__ == '__main__':
     parser.add_argument('nanogpt', type=lambda path: Path(path).resolve(), help='its folder')
     parser.add_argument('--loss', action='store_true')
     given = parser.parse_args()
+    for needed in ('train.py', 'data/shakespeare_char/train.bin'):
+        if not (given.nanogpt / needed).exists():
+            parser.error(
+                f'{given.nanogpt} has no {needed}: the two commands above make a clone of nanoGPT with its data'
+            )
     compare_loss(given.nanogpt) if given.loss else compare_speed(given.nanogpt)

@@ -263,6 +263,8 @@ def show_measured(out):
             f'{ranks} ranks, {mbit} Mbit/s: first choice {first}, '
             f'{measured[first] / min(measured.values()) - 1:+.0%} from the best'
         )
+    if not rows:
+        sys.exit(f'error: {out} has no measurements: `python benchmarks/planner.py --measure --out={out}` makes them')
     print(verdict.markdown(rows), '', *choices, sep='\n')
     off = [abs(error) for error in errors]
     print(f'\n{len(off)} steps: median error {statistics.median(off):.0%}, largest {max(off):.0%}')

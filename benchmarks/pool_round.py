@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import diloco
 from benchmarks.diloco_round import make_parameters, outer_step
+from exchange.codec import encode_flat
 from pool.replica import Replica
 from system import processes
 
@@ -39,8 +40,8 @@ def give_as_another(replica, number):
     delta = 1e-3 * torch.randn(replica.fragment.anchor.numel(), generator=generator)
     replica.store.create(name.replace('delta', 'claim'), job.encode())
     marker = {'pool': replica.pool, 'job': job, 'steps': 1, 'leaves': True, 'state': replica.state}
-    payload = replica._encode(delta).numpy().data
-    marker |= {'dtype': replica.config.exchange_dtype, 'xxh128': replica._write(name, payload)}
+    dtype = replica.config.exchange_dtype
+    marker |= {'dtype': dtype, 'xxh128': replica._write(name, encode_flat(delta, dtype).numpy().data)}
     replica.store.create(f'{name}.json', json.dumps(marker).encode())
 
 
