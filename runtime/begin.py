@@ -100,10 +100,11 @@ class Run:
                 print(report.dry_run(vars(config), self.shape.to_dict(), self.layout.ranks, self.strategy))
             sys.exit()
         frozen = f' ({config.frozen_dtype} where they are not trained)' if config.frozen_dtype else ''
-        self.notes.append(
-            f'dtypes: weights float32{frozen}, compute {config.dtype}, gradient reduction float32, '
-            f'optimizer state {config.optimizer_dtype}'
-        )
+        if self.strategy != 'deepspeed':  # there a JSON may say otherwise, and the engine is asked
+            self.notes.append(
+                f'dtypes: weights float32{frozen}, compute {config.dtype}, gradient reduction float32, '
+                f'optimizer state {config.optimizer_dtype}'
+            )
         if self.on_cuda and not self.shape.dropout:  # that kernel has none
             self.notes += devices.use_flash_attention_3(self.device)
         make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
