@@ -140,10 +140,16 @@ def make_core_tasks(config_file, folder):
     """Write the tasks of core.yaml, which is in DCLM's evaluation bundle beside eval_meta_data.csv and eval_data/.
 
     The rows are shuffled by Random(1337), as in nanochat, since the choice of few-shot examples depends on their order.
+    Raises ValueError if a part of the bundle is missing.
     """
     import yaml
 
     bundle = Path(config_file).parent
+    for needed in (Path(config_file), bundle / 'eval_meta_data.csv', bundle / 'eval_data'):
+        if not needed.exists():
+            raise ValueError(
+                f'tasks={config_file}: there is no {needed}: unpack eval_bundle.zip there, docs/evaluate.md'
+            )
     folder.mkdir(exist_ok=True)
     with open(bundle / 'eval_meta_data.csv', encoding='utf-8', newline='') as file:
         chances = {row['Eval Task']: float(row['Random baseline']) / 100 for row in csv.DictReader(file)}

@@ -516,6 +516,8 @@ def test_cores_tasks_are_made_from_its_bundle(models, tmp_path):
         lines += [f'  icl_task_type: {kind}'] + ['  continuation_delimiter: "\\nAnswer: "'] * (label == 'twice')
         table.append(f'{label},"of, some kind",{chance}')
     (bundle / 'core.yaml').write_text('\n'.join(lines))
+    missing = run_script('prepare_data.py', f'--tasks={bundle / "core.yaml"}', cwd=tmp_path, check=False).stderr
+    assert 'eval_meta_data.csv: unpack eval_bundle.zip there' in missing and missing.count('\n') == 1
     (bundle / 'eval_meta_data.csv').write_text('\n'.join(table))
     run_script('prepare_data.py', f'--tasks={bundle / "core.yaml"}', cwd=tmp_path)
     made = {name: tmp_path / 'tasks' / 'core' / f'{name}.jsonl' for name, *_ in tasks_of}
