@@ -39,12 +39,13 @@ SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list: the system mes
 CHOICES = ('choices', 'options')  # beside a question that cannot be answered without them
 PREFERENCES = ('chosen', 'rejected')  # as the fields of a source they say that its rows are pairs
 LABELLED = ('prompt', 'completion', 'label')  # an answer, and whether it is a good one (KTO): two make a pair
+BEGUN = 'initial_reason_steps'  # beside a pair: how both of its answers begin (xinlai/Math-Step-DPO-10K)
 ASKED = ('prompt', 'question', 'instruction', 'query', 'input')  # beside a pair: what both of its answers answer
 # A conversation as one text, as in Anthropic's HH.
 TRANSCRIPT = re.compile(r'(?:^|\n\n)(Human|Assistant):')
 TREE = ('parent_id', 'role')  # in rows that are single messages (OpenAssistant)
 BESIDE_MESSAGES = (*SYSTEMS, 'tools', 'functions', 'chat_template_kwargs')  # what the template gets with them
-BESIDE = (*CONTEXTS, *CHOICES, *PREFERENCES, 'history', 'label', *BESIDE_MESSAGES)
+BESIDE = (*CONTEXTS, *CHOICES, *PREFERENCES, BEGUN, 'history', 'label', *BESIDE_MESSAGES)
 CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that are read
 
 OTHER_FIELDS = '--chat_fields=QUESTION,ANSWER or --chat_fields=LIST_OF_MESSAGES'
@@ -188,6 +189,8 @@ def pair_of(row):
     row = {name: value for name, value in row.items() if value is not None}
     if missing := [name for name in PREFERENCES if name not in row]:
         raise ValueError(ONE_ANSWER if 'label' in row else f'rows without the field {missing[0]!r}')
+    if isinstance(begun := row.get(BEGUN), str):
+        row |= {name: begun + row[name] for name in PREFERENCES if isinstance(row[name], str) and row[name].strip()}
     answers = [_answer_in(row[name]) for name in PREFERENCES]
     prompt = []
     if all(_role_of(messages[0], ROLES | SUPPORT) == 'assistant' for messages in answers if messages):
