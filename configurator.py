@@ -497,11 +497,12 @@ class Facts:
         return key in self._explicit
 
 
-def without_effect(script, config, explicit, **facts):
+def without_effect(script, config, explicit, typed=None, **facts):
     """
     Lines for the keys that were set and that this run does not read, by READ_IF of keys.py. [] is as it should be.
 
     script: the name of the file that runs. config, explicit: from configure(), filled in. facts: as READ_IF has them.
+    typed: vars(config) as configure() returned it, if values that were set have been overwritten since.
     A key of a config file counts if the file names the script, as in a command in its comments; the file may have been
     written for another one. It does not count if a key of the command line or the machine makes it vain, of which the
     file could not know. A value that is off, and is so by default, asks for nothing. In a file no default does.
@@ -514,7 +515,7 @@ def without_effect(script, config, explicit, **facts):
         for key in keys.split():
             run, value, where = (
                 Facts({**vars(config), **facts}, explicit),
-                getattr(config, key, None),
+                (typed or vars(config)).get(key),
                 explicit.get(key),
             )
             is_default = value == getattr(type(config), key, None)

@@ -42,6 +42,7 @@ class Run:
 
     config: SimpleNamespace  # every key with its final value
     explicit: dict  # {key: the file that set it, or 'command line'}
+    typed: dict  # the value of every key before any was filled in
     strategy: str  # 'ddp', 'fsdp', ...
     rank: int
     world_size: int
@@ -151,7 +152,7 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
         return f'{line}; {meter.write_allocations(config.out_dir, run.rank)}' if run.traces_memory else line
 
     errors.report_errors(advice)
-    run = Run(config, explicit, strategy, *start_process(config))
+    run = Run(config, explicit, {**vars(config)}, strategy, *start_process(config))
     if 'prompts' not in vars(config):
         refuse_other_data(config, pairs)
     open_init_from(run)

@@ -51,5 +51,5 @@ def test_epochs_are_rounded_up_to_whole_steps():
 @pytest.mark.parametrize('cpu_offload, home', [('none', 'cuda:0'), ('optimizer', 'cuda:0'), ('params', 'cpu')])
 def test_weights_that_are_offloaded_live_in_host_memory(cpu_offload, home):
     device = torch.device('cuda:0')
-    run = begin.Run(SimpleNamespace(cpu_offload=cpu_offload), {}, 'fsdp', 0, 1, device, torch.bfloat16)
+    run = begin.Run(SimpleNamespace(cpu_offload=cpu_offload), {}, {}, 'fsdp', 0, 1, device, torch.bfloat16)
     assert run.home == torch.device(home)

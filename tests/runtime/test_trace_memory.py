@@ -50,7 +50,7 @@ def test_a_run_that_is_out_of_memory_writes_who_holds_it_and_its_line_is_the_com
     for device, trace_memory in (('cpu', True), ('cuda', False), ('cuda', True)):
         config = SimpleNamespace(trace_memory=trace_memory, **keys)
         with pytest.raises(InterruptedError):
-            begin.Run(config, {}, 'ddp', 1, 2, torch.device(device), None, model_config=shape).join()
+            begin.Run(config, {}, {}, 'ddp', 1, 2, torch.device(device), None, model_config=shape).join()
     # only when the process has its GPU
     assert recording == ['joined'] * 3 + [{'stacks': 'python', 'max_entries': 100_000}]
 
