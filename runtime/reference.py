@@ -26,7 +26,7 @@ FILE = 'reference.npz'  # in out_dir: {"split fingerprint" of a source: float32 
 
 def refuse_other_losses(run):
     """Raise ValueError for keys that would add noise to the log-probabilities of answers, or a loss that scripts which
-    learn from these do not have."""
+    learn from these do not have; note what else of a mixture stands still."""
     config = run.config
     for key in ('dropout', 'lora_dropout'):
         if vars(config)[key]:
@@ -40,6 +40,10 @@ def refuse_other_losses(run):
     for key in ('z_loss', *(('router_aux', 'router_z') if is_mixture else ())):
         if vars(config)[key]:
             raise ValueError(f'{key}={vars(config)[key]}: this script has no such loss: use --{key}=0')
+    if run.model_config and run.model_config.router_bias:  # moved by the tokens of each expert, which that loss counts
+        run.notes.append(
+            'router_bias: the biases of the experts stay as they are, since this script does not move them'
+        )
 
 
 def check_keys(run):
