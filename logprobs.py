@@ -10,33 +10,66 @@ fp32: in bfloat16, log-probabilities near -20 are 0.125 apart, as much as what a
 """
 
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from model import LOGITS_BYTES, place_in_documents
+from model import LOGITS_BYTES, add_product, cross_entropy, place_in_documents
 
 
 def token_logps(model, x, y, starts, temperature=1.0):
     """Log-probability of each target y >= 0, fp32 (n), in the order of y[y >= 0]; of a model that samples at this
-    temperature.
-
-    Only positions with a target get logits, a chunk of them at a time, and backward computes those again. So the logits
-    of an answer never exist as a whole: for 2,048 tokens of a vocabulary of 128,000 they would be 1 GB.
-    """
-
-    def of_chunk(rows, targets, logits_of):
-        return -F.cross_entropy(logits_of(rows).float() / temperature, targets, reduction='none')
+    temperature. Only positions with a target get logits."""
 
     def then(hidden, logits_of):
-        vocab_size = logits_of(hidden[:0]).shape[-1]
-        rows, targets = hidden[y >= 0], y[y >= 0]
-        # A quarter of the usual chunk: in backward there are also its softmax and its gradient, all in fp32.
-        most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (16 * vocab_size))
-        chunks = zip(rows.split(most), targets.split(most), strict=True)
-        options = {'use_reentrant': False, 'preserve_rng_state': False}
-        return torch.cat([checkpoint(of_chunk, *chunk, logits_of, **options) for chunk in chunks])
+        return ChunkedLogProbs.apply(hidden[y >= 0], logits_of.weight, y[y >= 0], logits_of, temperature)
 
     return model(x, starts=starts, then=then)
+
+
+class ChunkedLogProbs(torch.autograd.Function):
+    """Output head and log-probabilities together, a chunk of tokens at a time. So the logits of an answer never exist
+    as a whole: for 2,048 tokens of a vocabulary of 128,000 they would be 1 GB.
+
+    In model.ChunkedCrossEntropy all tokens have the same gradient, up to a factor, so that forward can compute it. Here
+    each token's depends on what the loss makes of the whole answer: backward has to compute the logits again.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, logits_of, temperature):
+        """hidden (n, C), targets (n); weight: that of logits_of, a model.LogitsOf. Returns fp32 (n)."""
+        ctx.save_for_backward(hidden, logits_of.matrix, targets)
+        kind = 'cpu' if hidden.is_cpu else 'cuda' if ctx.needs_input_grad[1] else 'cuda, no gradient'
+        ctx.most = max(1, LOGITS_BYTES[kind] // (4 * logits_of(hidden[:0]).shape[1]))
+        ctx.cap, ctx.temperature = logits_of.cap, temperature
+        found = []
+        for rows, y in zip(hidden.split(ctx.most), targets.split(ctx.most), strict=True):
+            log_probs = torch.log_softmax(at_temperature(logits_of(rows), temperature), -1, dtype=torch.float32)
+            found.append(log_probs.gather(1, y[:, None])[:, 0])
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, matrix, targets = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden, grad_weight = torch.empty_like(hidden) if needs_hidden else None, None
+        factors = (-grad / ctx.temperature)[:, None]  # (n, 1), from the cross-entropy at this temperature to the loss
+        cap = ctx.cap / ctx.temperature if ctx.cap else None  # cap * tanh(z / cap) / t = cap/t * tanh((z/t) / (cap/t))
+        for start in range(0, max(1, len(hidden)), ctx.most):  # DDP waits for a gradient, also where no token counts
+            chunk = slice(start, start + ctx.most)
+            logits = hidden[chunk] if matrix is None else hidden[chunk] @ matrix.T  # (n, V), before the cap
+            logits = at_temperature(logits, ctx.temperature)
+            grad_logits = cross_entropy(logits, targets[chunk], logits.shape[1], 0.0, with_gradient=True, cap=cap)[2]
+            grad_logits = grad_logits.to(hidden.dtype)
+            if needs_hidden:
+                product = grad_logits if matrix is None else grad_logits @ matrix
+                torch.mul(product, factors[chunk], out=grad_hidden[chunk])
+            if needs_weight:
+                rows = (hidden[chunk] * factors[chunk]).to(hidden.dtype)
+                grad_weight = add_product(grad_weight, grad_logits.T, rows)
+            del logits, grad_logits  # so that the next chunk gets their memory
+        return grad_hidden, grad_weight, None, None, None
+
+
+def at_temperature(logits, temperature):
+    return logits if temperature == 1 else logits.float() / temperature
 
 
 def document_logps(model, x, y, starts):

@@ -964,6 +964,17 @@ def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, 
     return loss_sum, ce_sum, logits.copy_(gradient)
 
 
+class LogitsOf:
+    """A function from rows of hidden states (n, C) in `dtype` to their logits (n, V). The weight (V, C) is cast once,
+    however often it is called. weight: None = the hidden states are the logits."""
+
+    def __init__(self, weight, dtype, cap=None):
+        self.weight, self.matrix, self.cap = weight, None if weight is None else weight.to(dtype), cap
+
+    def __call__(self, rows):
+        return rows if self.matrix is None else softcapped(rows @ self.matrix.T, self.cap)
+
+
 class Head(Linear):
     """From hidden states to logits, or to the loss. The rows of its weight are the tokens of the vocabulary."""
 
@@ -980,10 +991,8 @@ class Head(Linear):
         return softcapped(linear(h, self.whole())[..., : self.vocab_size], self.cap)
 
     def by_rows(self, dtype):
-        """A function from rows of hidden states (n, C) in this dtype to their logits (n, vocab_size). The weight is
-        gathered and cast once, however often it is called."""
-        weight = self.whole()[: self.vocab_size].to(dtype)
-        return lambda rows: softcapped(rows @ weight.T, self.cap)
+        """LogitsOf hidden states in this dtype; the weight is gathered once."""
+        return LogitsOf(self.whole()[: self.vocab_size], dtype, self.cap)
 
     def loss(self, h, y, cross_entropy):
         """(loss_sum, ce_sum) of hidden states (B, T, C) for targets (B, T). cross_entropy: for ChunkedCrossEntropy."""
@@ -1034,8 +1043,8 @@ class GPT(nn.Module):
     def forward(self, x, y=None, starts=None, attention=None, cache=None, then=None):
         """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins.
         attention: one of the classes above, in place of `starts`. cache: one KVCache per block, with the tokens
-        before x. then: a function of (hidden (B, T, C), logits_of), whose result is returned; logits_of is a function
-        from rows of hidden to their logits.
+        before x. then: a function of (hidden (B, T, C), logits_of), whose result is returned; logits_of, a
+        LogitsOf, is a function from rows of hidden to their logits.
 
         With targets it returns (loss_sum, ce_sum), fp32 scalars that are sums over the positions with y != -1. loss_sum
         is the cross-entropy plus z_loss * logsumexp(logits)^2, and when a mixture trains plus what its routers add; it

@@ -51,6 +51,7 @@ from model import (
     GPT,
     Balance,
     ChunkedCrossEntropy,
+    LogitsOf,
     MaskedAttention,
     attention_of_documents,
     cross_entropy,
@@ -500,15 +501,14 @@ class ForTraining:
             if not self.has_plain_head or y is None and then is None:
                 logits = super().forward(x, **options).logits
                 if y is None:
-                    return logits if then is None else then(logits, lambda rows: rows)
+                    return logits if then is None else then(logits, LogitsOf(None, logits.dtype))
                 hidden, targets, vocab_size = None, y.flatten(), logits.shape[-1]
                 sums = loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
             else:
                 hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
         if hidden is not None:
             if then is not None:
-                weight = head.weight.to(hidden.dtype)
-                return then(hidden, lambda rows: rows @ weight.T)
+                return then(hidden, LogitsOf(head.weight, hidden.dtype))
             options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
             sums = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
         if self.routers and self.training and torch.is_grad_enabled():

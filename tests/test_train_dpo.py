@@ -15,15 +15,26 @@ import torch.nn.functional as F
 from chats import messages_of, write_rows
 from launch import fork_script, function_of, refusals, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
-from precision import FLOOR_IN_HALF, TIMES, apart, assert_same_run, times_further
+from post_training import (
+    as_ours,
+    assert_equal_to_trl,
+    llama_of_trl,
+    losses_of_trl,
+    optimizer_of_trl,
+    run_cases,
+    step_of_trl,
+)
+from precision import FLOOR_IN_HALF, TIMES, apart, assert_as_close_to_float64, assert_same_run, times_further
 from prepared import error_of, meta_of, prepare, tokens_of
 from pretrained import VOCABULARY, save_model
 from short import slow_but
 
 import data
+import logprobs
 from dataset.shards import FIRST, LEARNED
 from huggingface import finetune
 from logprobs import document_logps, token_logps
+from model import LogitsOf
 from text.chat_rows import pair_of
 from text.conversations import with_one_prompt
 from text.tokenizer import tokenizer_of
@@ -251,19 +262,9 @@ REFUSED = {  # name: (script, keys, what the line says)
 @pytest.fixture(scope='module')
 def runs(folder, has_slow_tests):
     """{name: its out_dir} of CASES, and of REFUSED what ended it, {name: text}."""
-    outs, errors = {name: folder / f'run {name}' for name in CASES}, {}
-    for nproc in (1, 2, 3, 4):
-        cases = [
-            {'name': name, 'script': 'train_dpo.py', 'arguments': keys_of(folder, outs[name], *keys)}
-            for name, (ranks, _, keys) in CASES.items()
-            if ranks == nproc and (has_slow_tests or name in SHORT)
-        ]
-        for name, (script, keys, _) in REFUSED.items() if nproc == 1 else ():
-            arguments = keys_of(folder, folder / f'refused {name}', *keys)
-            cases.append({'name': name, 'script': script, 'arguments': arguments, 'may_fail': True})
-        results = run_many(cases, nproc, folder)
-        errors |= {name: result['error'] for name, result in results.items() if 'error' in result}
-    return outs, errors
+    cases = {name: (ranks, keys) for name, (ranks, _, keys) in CASES.items() if has_slow_tests or name in SHORT}
+    refused = {name: (1, script, keys) for name, (script, keys, _) in REFUSED.items()}
+    return run_cases(folder, 'train_dpo.py', cases, refused, keys_of)
 
 
 def test_a_run_is_equal_to_a_plain_loop(folder, runs):
@@ -366,6 +367,37 @@ def test_log_probabilities_at_a_temperature_in_chunks_and_of_filler(folder):
     plain = torch.log_softmax(logits, -1).gather(2, y.clamp(min=0)[..., None])[..., 0].masked_fill(y < 0, 0)
     assert torch.allclose(sums[1], torch.stack([part.sum() for part in plain[1].split([12, 3, 5])]), atol=1e-4)
     assert counts.tolist()[0] == [(y[0, :7] >= 0).sum(), (y[0, 7:] >= 0).sum(), 0] and counts[2].tolist() == [0, 0, 0]
+
+
+def plain_logps(hidden, weight, targets, cap, temperature):
+    """Those of ChunkedLogProbs, by torch alone."""
+    logits = hidden if weight is None else hidden @ weight.T
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    return torch.log_softmax(logits / temperature, -1).gather(1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ('has_head', 'cap', 'temperature'), [(True, None, 1.0), (True, None, 0.7), (True, 3.0, 0.7), (False, None, 0.7)]
+)
+@pytest.mark.parametrize('n', [37, 0])
+def test_gradients_of_log_probabilities_are_those_of_a_plain_loop(monkeypatch, n, has_head, cap, temperature):
+    """In chunks of 10 tokens. Without any token they are 0 and not missing, since DDP would wait for them."""
+    draw, V, C = torch.Generator().manual_seed(3), 50, 8
+    monkeypatch.setattr(logprobs, 'LOGITS_BYTES', {'cpu': 4 * V * 10})
+    hidden, weight = (torch.randn(rows, C if has_head else V, generator=draw) for rows in (n, V))
+    targets, weights = torch.randint(V, (n,), generator=draw), torch.randn(n, generator=draw)
+    found = []
+    for dtype, is_plain in ((torch.float32, False), (torch.float32, True), (torch.float64, True)):
+        leaves = [part.to(dtype, copy=True).requires_grad_() for part in ([hidden, weight] if has_head else [hidden])]
+        head = leaves[1] if has_head else None
+        if is_plain:
+            logps = plain_logps(leaves[0], head, targets, cap, temperature)
+        else:
+            logits_of = LogitsOf(head, dtype, cap)
+            logps = logprobs.ChunkedLogProbs.apply(leaves[0], head, targets, logits_of, temperature)
+        (logps * weights.to(dtype)).sum().backward()
+        found.append({'logps': logps, **{name: p.grad for name, p in zip(('hidden', 'weight'), leaves, strict=False)}})
+    assert_as_close_to_float64(*found)
 
 
 A, B = {'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': 'b'}
@@ -540,9 +572,6 @@ def test_pairs_of_a_tokenizer_without_a_template(folder):
 
 # --- beside TRL -------------------------------------------------------------------------------------------------------
 
-OF_TRL = {'bos_token_id': None, 'eos_token_id': 63, 'pad_token_id': 0, 'vocab_size': 64, 'initializer_range': 0.1}
-OF_TRL |= {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
-OF_TRL |= {'num_key_value_heads': 2, 'max_position_embeddings': 64}
 # The first and the last of the ten losses, which TRL 1.16 gave on another machine.
 TRLS_LOSSES = {'sigmoid': (0.693147, 0.694926), 'ipo': (25.0, 25.554735)}
 
@@ -562,11 +591,7 @@ def rows_of_ids(n):
 def by_trl(model, rows, loss_type, beta, folder):
     """The losses of TRL's DPOTrainer, 4 rows a step."""
     import datasets
-    import tokenizers
-    import transformers
     import trl
-
-    losses = []
 
     class Trainer(trl.DPOTrainer):
         def _prepare_dataset(self, dataset, *args, **kwargs):
@@ -575,25 +600,9 @@ def by_trl(model, rows, loss_type, beta, folder):
         def _get_train_sampler(self, *args):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-        def log(self, logs, *args, **kwargs):
-            losses.extend([logs['loss']] if 'grad_norm' in logs else [])
-
-    words = tokenizers.models.WordLevel({str(number): number for number in range(64)}, unk_token='0')
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(words), eos_token='63', pad_token='0'
-    )
-    config = trl.DPOConfig(
-        output_dir=str(folder), max_steps=len(rows) // 4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-3, lr_scheduler_type='constant', weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95,
-        max_grad_norm=1.0, logging_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy='no', beta=beta,
-        disable_tqdm=True, gradient_checkpointing=False, loss_type=loss_type, optim='adamw_torch',
-        dataloader_pin_memory=False,
-    )  # fmt: skip
-    Trainer(
-        model=model, ref_model=copy.deepcopy(model), args=config, train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    ).train()  # fmt: skip
-    return losses
+    config = {'max_steps': len(rows) // 4, 'per_device_train_batch_size': 2, 'beta': beta, 'loss_type': loss_type}
+    trainer = {'ref_model': copy.deepcopy(model), 'train_dataset': datasets.Dataset.from_list(rows)}
+    return losses_of_trl(Trainer, trl.DPOConfig, folder, model, config, **trainer)
 
 
 def packed_row(rows):
@@ -615,19 +624,9 @@ def packed_row(rows):
 def test_ten_steps_are_those_of_trl(tmp_path, loss_type, beta, close):
     """Ours with the pairs packed into rows, and with uneven micro-steps."""
     pytest.importorskip('trl')
-    import transformers
-
-    torch.manual_seed(0)
-    theirs, rows = transformers.LlamaForCausalLM(transformers.LlamaConfig(**OF_TRL)).float(), rows_of_ids(40)
-    theirs.save_pretrained(tmp_path / 'model')
-    pretrained = finetune.Pretrained(str(tmp_path / 'model'))
-    with torch.device('meta'):
-        model = finetune.for_training(pretrained)
-    model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
-    first, losses = copy.deepcopy(model), []
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    loss_of = losses_of_pairs(loss_type, beta)
+    theirs, rows, losses = llama_of_trl(0), rows_of_ids(40), []
+    model = as_ours(theirs, tmp_path / 'model')
+    first, opt, loss_of = copy.deepcopy(model), optimizer_of_trl(model), losses_of_pairs(loss_type, beta)
     for step in range(10):
         pairs, total = rows[4 * step : 4 * step + 4], 0.0
         for micro_step in (pairs[:1], pairs[1:]):
@@ -638,13 +637,9 @@ def test_ten_steps_are_those_of_trl(tmp_path, loss_type, beta, close):
             loss = loss_of(*(part[0, :-1].view(-1, 2) for part in (logps, reference, n))).sum() / len(pairs)
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
+        step_of_trl(model, opt)
         losses.append(total)
     expected = by_trl(theirs, rows, loss_type, beta, tmp_path / 'out')
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= close, (losses, expected)
-    weights = theirs.state_dict()
-    assert max((weights[name] - tensor).abs().max().item() for name, tensor in model.state_dict().items()) <= 1e-5
+    assert_equal_to_trl(losses, expected, close, model, theirs, 1e-5)
     if loss_type in TRLS_LOSSES:
         assert [losses[0], losses[-1]] == pytest.approx(TRLS_LOSSES[loss_type], abs=5e-5)

@@ -13,6 +13,15 @@ import torch.distributed as dist
 from chats import write_rows
 from launch import function_of, run_function, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics
+from post_training import (
+    as_ours,
+    assert_equal_to_trl,
+    llama_of_trl,
+    losses_of_trl,
+    optimizer_of_trl,
+    run_cases,
+    step_of_trl,
+)
 from precision import assert_as_close_to_float64, assert_same_run
 from pretrained import save_model
 from short import slow_but
@@ -253,20 +262,9 @@ REFUSED = {  # name: (ranks, keys, what the line says)
 @pytest.fixture(scope='module')
 def runs(folder, has_slow_tests):
     """{name: its out_dir} of CASES, and of REFUSED what ended it, {name: text}."""
-    outs, errors = {name: folder / f'run {name}' for name in CASES}, {}
-    for nproc in (1, 2, 3, 4):
-        cases = [
-            {'name': name, 'script': 'train_grpo.py', 'arguments': keys_of(folder, outs[name], *keys)}
-            for name, (ranks, _, keys) in CASES.items()
-            if ranks == nproc and (has_slow_tests or name in SHORT)
-        ]
-        for name, (ranks, keys, _) in REFUSED.items():
-            if ranks == nproc:
-                arguments = keys_of(folder, folder / f'refused {name}', *keys)
-                cases.append({'name': name, 'script': 'train_grpo.py', 'arguments': arguments, 'may_fail': True})
-        results = run_many(cases, nproc, folder)
-        errors |= {name: result['error'] for name, result in results.items() if 'error' in result}
-    return outs, errors
+    cases = {name: (ranks, keys) for name, (ranks, _, keys) in CASES.items() if has_slow_tests or name in SHORT}
+    refused = {name: (ranks, 'train_grpo.py', keys) for name, (ranks, keys, _) in REFUSED.items()}
+    return run_cases(folder, 'train_grpo.py', cases, refused, keys_of)
 
 
 def rollouts_of(out):
@@ -425,19 +423,9 @@ def test_all_ranks_say_what_one_of_them_cannot_compute(folder):
 
 # --- beside TRL -------------------------------------------------------------------------------------------------------
 
-OF_TRL = {'bos_token_id': None, 'eos_token_id': 63, 'pad_token_id': 0, 'vocab_size': 64, 'initializer_range': 0.1}
-OF_TRL |= {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
-OF_TRL |= {'num_key_value_heads': 2, 'max_position_embeddings': 64}
 # The first and the last of the ten losses, which TRL 1.16 gave on another machine, with old log-probabilities.
 TRLS_LOSSES = {('dapo', 'group'): (0.0712757, -0.2075298), ('dr_grpo', 'none'): (0.0141095, -0.0460833)}
 PROMPTS_OF_TRL, TEMPERATURE, CUT_AT = 2, 0.9, 12
-
-
-def tiny(seed):
-    import transformers
-
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**OF_TRL)).float()
 
 
 def log_probabilities(model, answers):
@@ -453,7 +441,7 @@ def log_probabilities(model, answers):
 def steps_of_trl(model):
     """Ten steps: [(answers, their rewards, [old log-probabilities] of each)], written by weights near the first."""
     draw, near, steps = torch.Generator().manual_seed(1), copy.deepcopy(model), []
-    noise = tiny(5).state_dict()
+    noise = llama_of_trl(5).state_dict()
 
     def ids(low, high):
         length = int(torch.randint(low, high, (), generator=draw))
@@ -495,11 +483,7 @@ def padded(answers, old, advantages, tokens):
 def by_trl(model, steps, advantages_of, loss_type, folder):
     """The losses of TRL's GRPOTrainer, which is given all that it would write itself; 4 answers a micro-step."""
     import datasets
-    import tokenizers
-    import transformers
     import trl
-
-    losses = []
 
     class Trainer(trl.GRPOTrainer):
         def _prepare_inputs(self, batch):
@@ -509,25 +493,11 @@ def by_trl(model, steps, advantages_of, loss_type, folder):
             advantages = advantages_of(rewards.view(-1, GROUP)).flatten()[part]
             return padded(answers[part], old[part], advantages, sum(len(ids) for _, ids in answers))
 
-        def log(self, logs, *args, **kwargs):
-            losses.extend([logs['loss']] if 'grad_norm' in logs else [])
-
-    words = tokenizers.models.WordLevel({str(number): number for number in range(64)}, unk_token='0')
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(words), eos_token='63', pad_token='0'
-    )
-    config = trl.GRPOConfig(
-        output_dir=str(folder), max_steps=len(steps), per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        num_generations=GROUP, learning_rate=1e-3, lr_scheduler_type='constant', weight_decay=0.0, adam_beta1=0.9,
-        adam_beta2=0.95, max_grad_norm=1.0, max_completion_length=CUT_AT, logging_steps=1, report_to=[], use_cpu=True,
-        bf16=False, save_strategy='no', disable_tqdm=True, gradient_checkpointing=False, temperature=TEMPERATURE,
-        beta=0.0, loss_type=loss_type, optim='adamw_torch', dataloader_pin_memory=False,
-    )  # fmt: skip
-    Trainer(
-        model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
-        train_dataset=datasets.Dataset.from_list([{'prompt': '1 2'}] * 64), processing_class=tokenizer,
-    ).train()  # fmt: skip
-    return losses
+    config = {'max_steps': len(steps), 'per_device_train_batch_size': 4, 'num_generations': GROUP, 'beta': 0.0}
+    config |= {'max_completion_length': CUT_AT, 'temperature': TEMPERATURE, 'loss_type': loss_type}
+    trainer = {'reward_funcs': lambda completions, **_: [0.0] * len(completions)}
+    trainer |= {'train_dataset': datasets.Dataset.from_list([{'prompt': '1 2'}] * 64)}
+    return losses_of_trl(Trainer, trl.GRPOConfig, folder, model, config, **trainer)
 
 
 @pytest.mark.slow
@@ -536,13 +506,8 @@ def test_ten_steps_are_those_of_trl(tmp_path, loss_type, scale):
     """Ours with the answers packed into rows, and with uneven micro-steps. The answers come from other weights, as in a
     later one of num_iterations."""
     pytest.importorskip('trl')
-    theirs = tiny(0)
-    theirs.save_pretrained(tmp_path / 'model')
-    pretrained = finetune.Pretrained(str(tmp_path / 'model'))
-    with torch.device('meta'):
-        model = finetune.for_training(pretrained)
-    model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    theirs = llama_of_trl(0)
+    model = as_ours(theirs, tmp_path / 'model')
     steps, losses = steps_of_trl(model), []
     config = config_of(loss_type, scale, epsilon_high=0.2)
     config.prompts_per_step = PROMPTS_OF_TRL
@@ -551,7 +516,7 @@ def test_ten_steps_are_those_of_trl(tmp_path, loss_type, scale):
         function_of('train_grpo.py', name, config=config, run=run)
         for name in ('advantages_of', 'weight_of', 'losses_of_tokens')
     )
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    opt = optimizer_of_trl(model)
     for answers, rewards, old in steps:
         advantages, lengths, total = (
             advantages_of(rewards.view(-1, GROUP)).flatten(),
@@ -569,13 +534,9 @@ def test_ten_steps_are_those_of_trl(tmp_path, loss_type, scale):
             loss = (found * weights.repeat_interleave(repeats)).sum()
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
+        step_of_trl(model, opt)
         losses.append(total)
     expected = by_trl(theirs, steps, advantages_of, loss_type, tmp_path / 'out')
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-6, (losses, expected)
-    weights = theirs.state_dict()
-    assert max((weights[name] - tensor).abs().max().item() for name, tensor in model.state_dict().items()) <= 2e-5
+    assert_equal_to_trl(losses, expected, 1e-6, model, theirs, 2e-5)
     if (loss_type, scale) in TRLS_LOSSES:
         assert [losses[0], losses[-1]] == pytest.approx(TRLS_LOSSES[loss_type, scale], abs=5e-6)
