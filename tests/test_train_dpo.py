@@ -486,6 +486,10 @@ def test_rows_that_people_have(name):
     ('row', 'reason'),
     [
         ({'prompt': 'A?', 'chosen': 'a', 'rejected': 'a'}, 'are the same'),
+        (
+            {'prompt': 'A?', 'chosen': 'a', 'rejected': 'b', 'images': ['a.png']},
+            "with the field 'images', and only text",
+        ),
         ({'chosen': [A, GOOD], 'rejected': [A, GOOD]}, 'are the same'),
         ({'chosen': [A, {**GOOD, 'id': 1}], 'rejected': [{**A, 'id': 2}, GOOD]}, 'are the same'),
         ({'prompt': 'A?', 'chosen': 'a', 'rejected': ' '}, 'an empty answer'),

@@ -44,8 +44,9 @@ ASKED = ('prompt', 'question', 'instruction', 'query', 'input')  # beside a pair
 # A conversation as one text, as in Anthropic's HH.
 TRANSCRIPT = re.compile(r'(?:^|\n\n)(Human|Assistant):')
 TREE = ('parent_id', 'role')  # in rows that are single messages (OpenAssistant)
+MEDIA = ('image', 'images', 'audio', 'audios', 'video', 'videos')  # beside a text that cannot be answered without them
 BESIDE_MESSAGES = (*SYSTEMS, 'tools', 'functions', 'chat_template_kwargs')  # what the template gets with them
-BESIDE = (*CONTEXTS, *CHOICES, *PREFERENCES, BEGUN, 'history', 'label', *BESIDE_MESSAGES)
+BESIDE = (*CONTEXTS, *CHOICES, *PREFERENCES, BEGUN, *MEDIA, 'history', 'label', *BESIDE_MESSAGES)
 CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that are read
 
 OTHER_FIELDS = '--chat_fields=QUESTION,ANSWER or --chat_fields=LIST_OF_MESSAGES'
@@ -110,6 +111,8 @@ def conversation_of(row, fields=(), train_on_input=False):
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
     row = {name: value for name, value in row.items() if value is not None}
+    if not fields:
+        _refuse_media(row)
     conversation = _in_one_form(_messages_of(row, fields), row)
     messages = conversation['messages']
     if train_on_input:
@@ -148,12 +151,20 @@ def question_of(row):
     given = next((name for name in (*LISTS, 'prompt') if name in row), None)  # the first, as in conversation_of()
     if given is None:
         raise ValueError('rows without messages or a prompt')
+    _refuse_media(row)
     is_text = given == 'prompt' and isinstance(row['prompt'], str) and _as_messages(row['prompt']) is None
     messages = [{'role': 'user', 'content': row['prompt']}] if is_text else _list_of(row[given])
     conversation = _in_one_form(messages, row)
     if not messages or conversation['messages'][-1]['role'] == 'assistant':
         raise ValueError('rows that end with an answer in place of a question')
     return conversation
+
+
+def _refuse_media(row):
+    if found := next((name for name in MEDIA if row.get(name)), None):
+        raise ValueError(
+            f'rows with the field {found!r}, and only text is learned: leave the field out if that suffices'
+        )
 
 
 def _in_one_form(messages, row):
@@ -189,6 +200,7 @@ def pair_of(row):
     row = {name: value for name, value in row.items() if value is not None}
     if missing := [name for name in PREFERENCES if name not in row]:
         raise ValueError(ONE_ANSWER if 'label' in row else f'rows without the field {missing[0]!r}')
+    _refuse_media(row)
     if isinstance(begun := row.get(BEGUN), str):
         row |= {name: begun + row[name] for name in PREFERENCES if isinstance(row[name], str) and row[name].strip()}
     answers = [_answer_in(row[name]) for name in PREFERENCES]

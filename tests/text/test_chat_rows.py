@@ -137,6 +137,8 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
     image = {'role': 'user', 'content': [{'type': 'text', 'text': 'what?'}, {'type': 'image_url', 'image_url': 'x'}]}
     for row, reason in (
         ({'messages': [image, QA[1]]}, "content of the type 'image_url'"),
+        ({'messages': QA, 'images': ['a.png']}, "with the field 'images', and only text is learned"),
+        ({'question': 'q', 'answer': 'a', 'image': {'bytes': None, 'path': 'a.png'}}, "with the field 'image'"),
         ({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, '--chat_fields=prompt,chosen'),
         ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
         ({'prompt': 'q', 'completion': 'bad', 'label': False}, 'marked as a bad one'),
@@ -148,6 +150,7 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'messages': '[{"role": '}, 'messages are no list'),
     ):
         assert reason in refused(row), row
+    assert read({'messages': QA, 'images': [], 'audio': None})['messages'] == QA
     assert read({'messages': QA, 'chosen': QA, 'rejected': QA})['messages'] == QA  # UltraFeedback says which is learned
 
 
