@@ -15,6 +15,7 @@ A text is right by the rule
                 ####, flexible_extract the last number.
 """
 
+import json
 import re
 from decimal import Decimal
 from typing import NamedTuple
@@ -40,11 +41,14 @@ class Rule(NamedTuple):
         name, answers, pattern = row.get('rule', 'exact'), row['answer'], row.get('pattern')
         answers = tuple(answers) if isinstance(answers, list) else (answers,)
         if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
-            raise ValueError(f'{place}: answer is {str(row["answer"])[:60]!r}; expected a text, or a list of texts')
+            given = json.dumps(row['answer'], ensure_ascii=False)[:60]  # a number is shown without quotation marks
+            raise ValueError(f'{place}: answer is {given}; expected a text, or a list of texts')
         if name not in RULES:
             raise ValueError(f'{place}: rule={name!r}; expected one of {", ".join(RULES)}')
         if (pattern is None) == (name == 'regex'):
-            raise ValueError(f'{place}: rule={name!r}, pattern={pattern!r}: a pattern belongs to the rule regex alone')
+            raise ValueError(
+                f'{place}: rule={name!r}, pattern={pattern!r}: the rule regex needs a pattern, others have none'
+            )
         try:
             rule = cls(name, answers, None if pattern is None else re.compile(pattern))
         except re.error as error:

@@ -592,14 +592,15 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
 @pytest.mark.parametrize(
     'row, why',
     [
-        ({**ASKED, 'answer': 3}, "answer is '3'; expected a text, or a list of texts"),
+        ({**ASKED, 'answer': 3}, 'answer is 3; expected a text, or a list of texts'),
         ({**ASKED, 'answer': ['b', ' ']}, 'expected a text, or a list of texts'),
         ({**ASKED, 'rule': 'equal'}, "rule='equal'; expected one of exact, contains, number, regex, gsm8k"),
         ({**ASKED, 'rule': 'number'}, "the answer 'b' has no number, which rule=number compares"),
         ({**ASKED, 'rule': 'gsm8k'}, 'the answer \'b\' does not end in "#### 18", as rule=gsm8k reads it'),
-        ({**ASKED, 'rule': 'regex'}, 'a pattern belongs to the rule regex alone'),
-        ({**ASKED, 'pattern': 'b'}, 'a pattern belongs to the rule regex alone'),
+        ({**ASKED, 'rule': 'regex'}, 'the rule regex needs a pattern, others have none'),
+        ({**ASKED, 'pattern': 'b'}, 'the rule regex needs a pattern, others have none'),
         ({**ASKED, 'rule': 'regex', 'pattern': '('}, r"pattern='\(' is no regular expression: "),
+        ({**ASKED, 'rule': 'regex', 'pattern': 5}, 'pattern is 5; expected a text'),
         ({**ASKED, 'stop': 'b'}, 'stop is "b"; expected a list of texts'),
         ({**ASKED, 'stop': ['b', '']}, 'expected a list of texts'),
         ({**ASKED, 'max_new_tokens': 0}, 'max_new_tokens=0; expected 1 or more'),
