@@ -247,7 +247,8 @@ CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpo
 READ_IF = {
     'train': {
         'resume': ('without --eval_only', lambda run: not run.eval_only),
-        'eval_interval val_dataset': ('with --eval_iters=1 or more', lambda run: run.eval_iters),
+        # of train_grpo.py, which has prompts, below
+        'eval_interval val_dataset': ('with --eval_iters=1 or more', lambda run: run.eval_iters or run.prompts),
         'checkpoint_interval permanent_interval save_errors async_checkpoint': CHECKPOINTS,
         'wandb_project wandb_group wandb_run_name': (  # a file may hold the names for when it is turned on
             'with --wandb_log=True',
@@ -259,7 +260,7 @@ READ_IF = {
         ),
         'packing': (
             'on conversations, or on text with --windows=documents',
-            lambda run: run.packing or run.is_chat or run.windows == 'documents',
+            lambda run: run.packing or run.is_chat or run.windows == 'documents' or run.prompts,
         ),
         'trust_remote_code': (
             'with a Hugging Face folder as --init_from',

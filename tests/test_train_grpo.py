@@ -211,7 +211,7 @@ MASKED = ['--mask_truncated=True', '--scale_rewards=group']
 CASES = {  # name: (ranks, the case that it has to equal, keys)
     'one': (1, None, []),
     'accumulated by sixes': (1, 'one', ['--batch_size=6']),
-    'unpacked': (1, 'one', ['--packing=False', '--eval_iters=5', '--global_batch_size=7']),
+    'unpacked': (1, 'one', ['--packing=False', '--eval_iters=5', '--eval_interval=3', '--global_batch_size=7']),
     'written by fives': (1, 'one', ['--generation_batch_size=5']),
     'native': (1, 'one', ['--native=True']),
     'lora': (1, None, LORA),
@@ -315,7 +315,11 @@ def test_tasks_are_scored_with_as_many_examples_as_prompts_have(folder, tmp_path
 
 def test_keys_of_a_dataset_say_that_they_have_no_effect_with_the_values_that_were_typed(runs):
     log = (runs[0]['unpacked'] / 'train.log').read_text()
-    assert 'WARNING: eval_iters=5 has no effect here' in log and 'WARNING: global_batch_size=7 has no effect' in log
+    lines = [line.split(' WARNING: ')[1] for line in log.splitlines() if ' has no effect here' in line]
+    given = ('eval_interval=3', 'eval_iters=5', 'global_batch_size=7')
+    assert sorted(lines) == [
+        f'{key} has no effect here, only in scripts that learn from a dataset: here it is --prompts' for key in given
+    ]
 
 
 @pytest.mark.parametrize('name', REFUSED)
