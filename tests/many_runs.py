@@ -12,6 +12,8 @@ ended. More keys of a case, all of them optional:
                                          rank reads a tensor from the first step on, and at which lines
     "on_cuda": true                      lets the model compute by the branches and the kernels of a GPU (on_cuda.py)
     "profiles": true                     profiles a step, as runs do, which costs as much as several of their steps
+    "answers": FILE                      train_grpo.py: all runs with this file learn from the answers that the first of
+                                         them has written
     "may_fail": true                     on one rank: an error ends this run alone, and is its result ("error")
     "save_again": {CHECKPOINT: FOLDER}   after the run, loads each of these checkpoints and saves it into that folder
 
@@ -55,7 +57,7 @@ import optim
 from huggingface import finetune, lora
 from huggingface.files import Weights
 from model import GPT, Router
-from runtime import begin, checkpoint, health, meter
+from runtime import begin, checkpoint, health, meter, rollouts
 from system import processes
 
 leave, processes.leave = processes.leave, lambda code=0: None  # the next case runs in the same process
@@ -174,6 +176,26 @@ def beginning_with(path, gaps):
         yield
 
 
+@contextlib.contextmanager
+def answers_of_first(path):
+    """A context in which train_grpo.py keeps its answers in a file, or, where there is one, learns from those."""
+    steps = torch.load(path, weights_only=False) if os.path.exists(path) else []
+    known, write = len(steps), rollouts.write_groups
+
+    def groups_of(model, run, step, beat):
+        if step >= known:
+            of_ranks = [None] * run.world_size
+            dist.all_gather_object(of_ranks, write(model, run, step, beat))
+            steps.append(sum(of_ranks, []))
+        of_rank = len(steps[step]) // run.world_size
+        return steps[step][run.rank * of_rank :][:of_rank]
+
+    with mock.patch.object(rollouts, 'write_groups', groups_of):
+        yield
+    if RANK == 0 and not known:
+        torch.save(steps, path)
+
+
 def has_experts(model):
     """In place of finetune.has_uneven_experts() in in_float64(), which grouped_mm does not take."""
     return any('.experts.' in name for name, _ in model.named_parameters())
@@ -246,6 +268,8 @@ def run(case, number):
             stack.enter_context(mock.patch.object(finetune, 'has_uneven_experts', has_experts))
         if case.get('start'):
             stack.enter_context(beginning_with(case['start'], gaps))
+        if case.get('answers'):
+            stack.enter_context(answers_of_first(case['answers']))
         if case.get('gradients'):
             stack.enter_context(noting(gradients))
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')

@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from chats import write_rows
 from experts import let_tokens_choose
 from launch import TINY_RUN, fork_script, run_many
 from outputs import column
@@ -49,6 +50,10 @@ DATA = {
 EXPERTS = ['--arch=qwen3', '--n_experts=4', '--experts_per_token=2', '--expert_hidden_dim=32']
 ODD_HEADS = ['--n_head=3', '--n_kv_head=1', '--head_dim=10', '--global_batch_size=6']
 RING, MANUAL, PACKED = '--context_parallel=2', '--fsdp_impl=manual', '--windows=documents'
+FSDP = '--strategy=fsdp'
+PAIRS = ['--dataset=pairs', '--block_size=64']
+REWARDS = ['--prompts=PROMPTS', '--prompts_per_step=4', '--num_generations=4']
+NF4 = ['--lora_rank=4', '--frozen_dtype=nf4']
 LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of the layout)
     'ring': (['gpt'], 2, ['train_parallel.py', RING]),
     'ring, packed': (['llama_64', PACKED], 2, ['train_parallel.py', RING, MANUAL]),
@@ -68,6 +73,12 @@ LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of th
     'mixtral': (['mixtral_64', PACKED], 1, ['train_ddp.py']),
     'mixtral, fsdp': (['mixtral_64'], 2, ['train_fsdp.py']),
     'float8': (['gpt', '--matmul_dtype=float8'], 1, ['train_ddp.py']),
+    'preferences': (['llama_64', *PAIRS], 1, ['train_dpo.py']),
+    'preferences, nf4': (['llama_64', *PAIRS, *NF4], 1, ['train_dpo.py', '--activation_checkpointing=full']),
+    'preferences, native, manual': (['llama_64', *PAIRS, '--native=True'], 2, ['train_dpo.py', FSDP, MANUAL]),
+    'rewards': (['llama_64', *REWARDS], 1, ['train_grpo.py']),
+    'rewards, nf4': (['mistral_64', *REWARDS, *NF4], 2, ['train_grpo.py', FSDP]),
+    'rewards, native': (['llama_64', *REWARDS, '--native=True'], 2, ['train_grpo.py', FSDP, MANUAL, '--zero_stage=2']),
 }
 # Half precision has all kernels but one, which is the ring's: the short suite runs float32 there alone.
 IN_DTYPES = [(name, dtype) for name in LAYOUTS for dtype in ('float32', 'bfloat16')]
@@ -99,7 +110,8 @@ CASES = [*dict.fromkeys(CASES)]
 
 @pytest.fixture(scope='module')
 def start_of(tmp_path_factory):
-    """A function of a model's name: the keys for its weights, and for a data_dir with text and chats."""
+    """A function of a model's name and of keys: these, with those for its weights, and for a data_dir with text, chats
+    and pairs."""
     folder = tmp_path_factory.mktemp('on_cuda')
     models = {model: save_model(folder / model, model) for model in [*AXES['model'][1:], 'mixtral_64']}
     weights = load_file(folder / 'mixtral_64' / 'model.safetensors')
@@ -111,13 +123,20 @@ def start_of(tmp_path_factory):
     for number in range(300):  # documents of 1 to 120 tokens: some are longer than a window
         words = bytes(letters.choices(b'abcd ', k=letters.randint(1, 120)))
         (folder / 'text' / f'{number:03}.txt').write_bytes(words)
-    for dataset in ('text', 'chats.jsonl'):
-        keys = [f'--dataset={folder / dataset}', f'--name={dataset.split(".")[0]}', f'--data_dir={folder}/data']
+    pairs = [(f'q{number}', 'g' * (1 + number % 7), 'b' * (1 + number % 5)) for number in range(60)]
+    write_rows(
+        folder / 'pairs.jsonl', [dict(zip(('prompt', 'chosen', 'rejected'), pair, strict=True)) for pair in pairs]
+    )
+    for dataset, *more in (['text'], ['chats.jsonl'], ['pairs.jsonl', '--pairs']):
+        keys = [f'--dataset={folder / dataset}', f'--name={dataset.split(".")[0]}', f'--data_dir={folder}/data', *more]
         fork_script('prepare_data.py', *keys, f'--tokenizer={models["llama_64"]}', '--val_fraction=0.1')
+    right = {'answer': [*'abcdefghijklmnop'], 'rule': 'contains', 'stop': [*'ABCDEFGH'], 'max_new_tokens': 8}
+    write_rows(folder / 'prompts.jsonl', [{'prompt': f'{number}:', **right} for number in range(20)])
 
-    def start_of(model):
+    def start_of(model, *keys):
         begin = SCRATCH if model == 'gpt' else [f'--init_from={models[model]}']
-        return [*RUN, *begin, f'--data_dir={folder}/data']
+        keys = [key.replace('PROMPTS', f'{folder}/prompts.jsonl') for key in keys]
+        return [*RUN, *begin, f'--data_dir={folder}/data', *keys]
 
     return start_of
 
@@ -168,9 +187,9 @@ def floor_of(dtype):
     return FLOOR if dtype == 'float32' else torch.finfo(getattr(torch, dtype)).eps / TIMES
 
 
-def assert_same_numbers(folder, names, dtype):
+def assert_same_numbers(folder, names, dtype, fact='loss'):
     """Losses and gradients of three runs: by a GPU's branches, by a CPU's, in float64."""
-    losses = [[float(loss) for loss in column(folder / name, 'loss')] for name in names]
+    losses = [[float(loss) for loss in column(folder / name, fact)] for name in names]
     gradients = [torch.load(folder / f'{name}.gradients') for name in names]
     assert all(len(of_run) == STEPS for of_run in (*losses, *gradients))
     for step in range(STEPS):
@@ -202,7 +221,8 @@ def layouts(start_of, tmp_path_factory, has_slow_tests):
     folder, of_ranks = tmp_path_factory.mktemp('layouts'), {}
 
     def add(name, ranks, script, model, *keys, **options):
-        keys = [*start_of(model), *DATA['stream'], *keys, f'--out_dir={folder / name}']
+        data = [] if script == 'train_grpo.py' else DATA['stream']
+        keys = [*start_of(model, *data, *keys), f'--out_dir={folder / name}']
         options['gradients'] = f'{folder / name}.gradients'
         of_ranks.setdefault(ranks, []).append({'name': name, 'script': script, 'arguments': keys, **options})
 
@@ -210,9 +230,13 @@ def layouts(start_of, tmp_path_factory, has_slow_tests):
         computed, ranks, (script, *layout) = LAYOUTS[name]
         for place in ('on cuda', 'on cpu'):
             keys = [*computed, *layout, f'--dtype={dtype}']
-            add(f'{place}, {name}, {dtype}', ranks, script, *keys, on_cuda=place == 'on cuda')
-        if name != 'float8' and dtype == 'bfloat16':
-            add(f'float64, {name}', 1, 'train_ddp.py', *computed, '--dtype=float32', float64=True)
+            # In bfloat16 a near tie would end differently in each run: so all learn from the answers of the first.
+            options = {'answers': f'{folder / name}.{dtype}.answers'} if 'rewards' in name else {}
+            add(f'{place}, {name}, {dtype}', ranks, script, *keys, on_cuda=place == 'on cuda', **options)
+        if name != 'float8':
+            options |= {'float64': True}
+            script = script if options.get('answers') or 'preferences' in name else 'train_ddp.py'
+            add(f'float64, {name}, {dtype}', 1, script, *computed, '--dtype=float32', **options)
     for ranks, cases in of_ranks.items():
         run_many(cases, ranks, folder)
     return folder
@@ -225,4 +249,6 @@ def test_so_are_those_of_other_layouts_and_layers(layouts, name, dtype):
         found, expected = ([*column(layouts / run, 'loss')] for run in (ours, cpus))
         assert error(found, expected) <= 2 * TIMES * floor_of(dtype)
     else:
-        assert_same_numbers(layouts, (ours, cpus, f'float64, {name}'), dtype)
+        # GRPO's loss is a small rest of large terms.
+        fact = 'entropy' if 'rewards' in name else 'loss'
+        assert_same_numbers(layouts, (ours, cpus, f'float64, {name}, {dtype}'), dtype, fact)
