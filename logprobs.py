@@ -36,8 +36,9 @@ class ChunkedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, logits_of, temperature):
         """hidden (n, C), targets (n); weight: that of logits_of, a model.LogitsOf. Returns fp32 (n)."""
         ctx.save_for_backward(hidden, logits_of.matrix, targets)
-        kind = 'cpu' if hidden.is_cpu else 'cuda' if ctx.needs_input_grad[1] else 'cuda, no gradient'
-        ctx.most = max(1, LOGITS_BYTES[kind] // (4 * logits_of(hidden[:0]).shape[1]))
+        # On a GPU the smaller chunks: backward has their log-probabilities and gradients in fp32 at the same time.
+        most = LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda, no gradient']
+        ctx.most = max(1, most // (4 * logits_of(hidden[:0]).shape[1]))
         ctx.cap, ctx.temperature = logits_of.cap, temperature
         found = []
         for rows, y in zip(hidden.split(ctx.most), targets.split(ctx.most), strict=True):
