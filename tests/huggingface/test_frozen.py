@@ -132,7 +132,7 @@ def test_however_a_run_computes_nf4_is_the_same(models, run_of, tmp_path, name, 
 def test_nf4_takes_half_a_byte_and_two_bytes_for_each_64_weights(run_of):
     config = checkpoint.read_state(checkpoint_of(run_of('ddp', 1, 'nf4'), STEPS))['config'] | {'dry_run': True}
     packed, plain = sizes.empty_model(config), sizes.empty_model(config | {'frozen_dtype': 'float32'})
-    weights = sum(m.weight.numel() for m in lora.lora_modules(plain, 'all'))
+    weights = sum(m.weight.numel() for m, _ in lora.weights_with_lora(plain, 'all'))
     assert sum(p.nbytes for p in packed.parameters() if p.dtype == torch.uint8) == weights * (1 / 2 + 2 / 64)
 
 
