@@ -9,6 +9,11 @@ has told it (docs/grpo.md).
     sums/pairs.jsonl    {"prompt": "37+58=", "chosen": "95\\n", "rejected": "94\\n"}: 2,000 others; one digit is wrong
     sums/prompts.jsonl  {"prompt": "37+58=", "answer": "95", ...}: these 2,000 and 4,590 more, as tasks to practise on
     sums/sums.jsonl     the last 810 as tasks, which no training sees
+
+For a small chat model there are products of two numbers below 20, as questions:
+
+    sums/products.jsonl {"prompt": "What is 17 * 5? Answer with the number.", "answer": "85", ...}: 260 to practise on
+    sums/unseen.jsonl   the other 64
 """
 
 import argparse
@@ -17,6 +22,7 @@ import random
 from pathlib import Path
 
 TEXTS, PAIRS, HELD_OUT = 700, 2000, 810
+UNSEEN = 64  # of the products
 
 
 def with_a_wrong_digit(answer, draw):
@@ -27,7 +33,7 @@ def with_a_wrong_digit(answer, draw):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=Path, default=Path('sums'), help='folder for the four files')
+    parser.add_argument('--out', type=Path, default=Path('sums'), help='folder for the files')
     parser.add_argument('--seed', type=int, default=0)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
@@ -44,6 +50,13 @@ def main():
         'prompts': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in others],
         'sums': [{'prompt': prompt, 'answer': answer, **task} for prompt, answer in held_out],
     }
+    products = [(a, b) for a in range(2, 20) for b in range(2, 20)]
+    random.Random(arguments.seed).shuffle(products)
+    task = {'rule': 'number', 'max_new_tokens': 12}
+    products = [
+        {'prompt': f'What is {a} * {b}? Answer with the number.', 'answer': str(a * b), **task} for a, b in products
+    ]
+    files |= {'unseen': products[:UNSEEN], 'products': products[UNSEEN:]}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         path = arguments.out / f'{name}.jsonl'
