@@ -361,7 +361,8 @@ def test_an_update_that_is_compiled_for_the_host_needs_a_compiler_for_it(
     monkeypatch.setenv('CXX', 'no-such-compiler')
     config = SimpleNamespace(device='cuda:0', compile=True, optimizer=optimizer, cpu_offload=cpu_offload)
     config.optimizer_dtype = dtype
-    run = SimpleNamespace(config=config, strategy=strategy, model_config=None, notes=[])
+    pretrained = SimpleNamespace(has_lora_of_experts=False)
+    run = SimpleNamespace(config=config, strategy=strategy, model_config=None, pretrained=pretrained, notes=[])
     fill.fill_compile(run)
     assert config.compile is not needs_cxx and any('CXX' in note for note in run.notes) == needs_cxx
     monkeypatch.setenv('CXX', sys.executable)
