@@ -62,12 +62,14 @@ def all_times_further(found, one_process, float64, floor=FLOOR):
     """times_further() of each tensor of a model: {name: factor} of three dicts with the same names.
 
     Tensors of one model are about equally far from float64, but that of a tensor of four numbers, such as a router's
-    bias, is now and then a fifth of it by luck. So one process is taken to be as far as it is for half of the tensors.
+    bias, is now and then a fifth of it by luck. So for tensors one process is taken to be as far as it is for half of
+    them. A single number, such as a loss, has no part in that: it is a sum over many tokens, for which FLOOR is made.
     """
     assert found.keys() == one_process.keys() == float64.keys()
-    typical = statistics.median(error(one_process[name], exact) for name, exact in float64.items())
+    tensors = {name for name, exact in float64.items() if torch.as_tensor(exact).dim()}
+    typical = statistics.median(error(one_process[name], float64[name]) for name in tensors) if tensors else 0.0
     return {
-        name: times_further(found[name], one_process[name], exact, max(floor, typical))
+        name: times_further(found[name], one_process[name], exact, max(floor, typical) if name in tensors else floor)
         for name, exact in float64.items()
     }
 
