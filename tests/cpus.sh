@@ -44,6 +44,7 @@ numerics=(
     tests/test_optim.py
     tests/test_model.py
     tests/test_on_cuda.py
+    tests/huggingface/test_lora_experts.py::test_loss_and_gradients_are_those_of_a_loop_over_experts
     tests/test_train_dpo.py::test_a_run_is_equal_to_a_plain_loop
     tests/test_train_dpo.py::test_layouts_are_equal
     tests/evaluation/test_in_run.py::test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks

@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 FLOAT32 = torch.float32
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SMALL_GRADIENT = 1e-3  # of one of 100,000 weights it is an everyday one, if the norm of all is clipped to 1: 3e-3
 sys.path.insert(0, HERE)
 
 import optim
@@ -136,8 +137,18 @@ def whole(slices, tensors, ranks):
 
 @contextlib.contextmanager
 def noting(gradients):
-    """Append the gradients of each step to `gradients`."""
-    models, make_model, clip = [], begin.make_model, optim.clip_grad_norm_
+    """Append the gradients of each step to `gradients`.
+
+    AdamW's first update is lr * g / (|g| + eps), which is lr * sign(g): where g is nearer to 0 than its rounding, the
+    weight goes either way, and the next step is another computation. With an eps far above that rounding it is not.
+    """
+    models, make_model, clip, from_config = [], begin.make_model, optim.clip_grad_norm_, optim.from_config
+
+    def smooth(*args, **options):
+        optimizer = from_config(*args, **options)
+        for group in optimizer.param_groups:
+            group['eps'] = SMALL_GRADIENT
+        return optimizer
 
     def note_model(run):
         models.append((make_model(run), run.share, run.world_size // getattr(run.config, 'num_replicas', 1)))
@@ -152,6 +163,7 @@ def noting(gradients):
     with (
         mock.patch.object(begin, 'make_model', note_model),
         mock.patch.object(optim, 'clip_grad_norm_', note_gradients),
+        mock.patch.object(optim, 'from_config', smooth),
     ):
         yield
 

@@ -60,6 +60,7 @@ OF_64 = {
     'gpt2_64': ('GPT2Config', GPT2 | {'n_embd': 64}),
     'mistral_64': ('MistralConfig', SIZES_OF_64 | {'sliding_window': 8}),
     'gemma2_64': ('Gemma2Config', SIZES_OF_64 | SOFT_CAPS | {'head_dim': 16}),
+    'granite_64': ('GraniteConfig', SIZES_OF_64 | {'attention_multiplier': 0.5}),  # scores: not by the root of head_dim
     'mixtral_64': ('MixtralConfig', SIZES_OF_64 | EXPERTS | {'sliding_window': 8}),
 }
 

@@ -34,6 +34,7 @@ tests=(
     tests/test_moments.py
     tests/huggingface/test_nf4.py
     tests/huggingface/test_frozen.py
+    tests/huggingface/test_lora_experts.py
 )
 
 export OMP_NUM_THREADS=1 PET_LOCAL_ADDR=127.0.0.1 # as in run.sh
