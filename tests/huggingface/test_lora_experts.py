@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from chats import write_rows
 from experts import let_tokens_choose
 from launch import TINY_RUN, run_function
 from outputs import as_of_step, checkpoint_of, column, tensors_of
@@ -271,6 +272,19 @@ def test_an_export_has_what_was_learned_merged_and_as_peft_has_it(models, tmp_pa
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).merge_and_unload()
     for name, tensor in theirs.state_dict().items():
         torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6)
+
+    task, nats = tmp_path / 'task.jsonl', {}
+    write_rows(task, [{'context': f'What is {n}?', 'choices': [f' {n}', ' no'], 'gold': 0} for n in range(6)])
+    keys = [f'--tasks={task}', '--device=cpu', '--dtype=float32', f'--results={tmp_path / "results.jsonl"}']
+    for source, *more in ((out_dir, '--shard=manual'), (merged,)):
+        samples = tmp_path / source.name / 'samples'
+        start('evaluate.py', f'--out_dir={source}', *keys, f'--samples={samples}', *more, nproc=1 + len(more))
+        rows = (samples / 'task.jsonl').read_text().splitlines()
+        nats[source] = [nat for row in rows for nat in json.loads(row)['nats']]
+    assert nats[out_dir] == pytest.approx(nats[merged], rel=1e-4)
+    keys = ['--prompt=ab', '--temperature=0', '--num_samples=1', '--max_new_tokens=8', '--device=cpu']
+    sources = f'--out_dir={out_dir}', f'--model={merged}'
+    assert len({start('sample.py', source, *keys, '--dtype=float32')[0].stdout for source in sources}) == 1
 
 
 @pytest.mark.slow
