@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import context_manual
+import float8
 import offload
 from huggingface import nf4
 
@@ -325,7 +326,8 @@ class Contracts(TorchDispatchMode):
             CHECKS[name](*args, **(kwargs or {}))
         if name == 'histc':  # a GPU counts integers, too
             return function(args[0].float(), *args[1:], **(kwargs or {})).to(args[0].dtype)
-        return function(*args, **(kwargs or {}))
+        with float8.without_onednn() if name == '_scaled_mm' else contextlib.nullcontext():  # not every CPU's has it
+            return function(*args, **(kwargs or {}))
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
