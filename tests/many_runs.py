@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 FLOAT32 = torch.float32
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SMALL_GRADIENT = 1e-3  # of one of 100,000 weights it is an everyday one, if the norm of all is clipped to 1: 3e-3
+SMALL_GRADIENT = 1e-3  # if the norm of all is clipped to 1, the gradient of one of 100,000 weights is 3e-3 or so
 sys.path.insert(0, HERE)
 
 import optim

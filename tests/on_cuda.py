@@ -326,7 +326,7 @@ class Contracts(TorchDispatchMode):
             CHECKS[name](*args, **(kwargs or {}))
         if name == 'histc':  # a GPU counts integers, too
             return function(args[0].float(), *args[1:], **(kwargs or {})).to(args[0].dtype)
-        with float8.without_onednn() if name == '_scaled_mm' else contextlib.nullcontext():  # not every CPU's has it
+        with float8.without_onednn() if name == '_scaled_mm' else contextlib.nullcontext():  # not on every CPU
             return function(*args, **(kwargs or {}))
 
 
