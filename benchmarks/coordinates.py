@@ -64,7 +64,7 @@ def measure(keys, explicit):
     device = devices.choose_device(config.device, 0)
     train_data, val_data = (data.open_mixture(keys, split) for split in ('train', 'val'))
     dtype = devices.choose_dtype(config.dtype, device)
-    run = Run(config, explicit, 'ddp', 0, 1, device, dtype, train_data=train_data, val_data=val_data)
+    run = Run(config, explicit, {**keys}, 'ddp', 0, 1, device, dtype, train_data=train_data, val_data=val_data)
     fill_in(run, ranks=1)
     model = GPT(run.model_config, dtype).to(device)
     with torch.no_grad():
