@@ -17,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.runs import metrics
 from runtime import checkpoint
+from system import errors
 
 COLOURS = {'inner step': '#0072B2', 'exchange': '#E69F00', 'waiting': '#D55E00'}  # Okabe and Ito
 
 
 def measured(out_dir):
     """(keys of the run; seconds of an inner step, of a round's exchanges, and of the waiting in a round)."""
-    keys = checkpoint.read_state(sorted(Path(out_dir, 'checkpoints').glob('step_*'))[-1])['config']
+    keys = checkpoint.read_state(checkpoint.choose_to_read(out_dir))['config']
     rows = [row for row in metrics(out_dir) if 'diloco/wait_s' in row and row['step'] > keys['inner_steps']]
     step = statistics.fmean(row['time/total'] - row.get('time/outer', 0) for row in rows if 'time/total' in row) / 1000
     exchange, waited = (statistics.fmean(row[f'diloco/{kind}_s'] for row in rows) for kind in ('transfer', 'wait'))
@@ -61,6 +62,7 @@ if __name__ == '__main__':
     parser.add_argument('runs', nargs='+', metavar='OUT_DIR')
     parser.add_argument('--output', default='round.png', help='the PNG to write (default: %(default)s)')
     arguments = parser.parse_args()
+    errors.report_errors()
     import matplotlib
 
     matplotlib.use('Agg')

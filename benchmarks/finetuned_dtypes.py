@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 import data
 from huggingface import finetune
 from runtime import checkpoint
+from system import errors
 
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -107,6 +108,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument('runs', nargs='+', help='out_dirs of runs that have fine-tuned the same folder')
 parser.add_argument('--windows', type=int, default=40, help='validation windows that are read')
 given = parser.parse_args()
+errors.report_errors()
 base_loss = None
 
 for out_dir in map(os.path.abspath, given.runs):

@@ -24,7 +24,7 @@ import transformers
 
 from evaluation import sampling
 from huggingface import finetune
-from system import devices
+from system import devices, errors
 
 
 def transformers_generate(model, prompts, tokens):
@@ -46,6 +46,7 @@ def main():
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--cpu_time', action='store_true', help='of this process: for one thread on a busy machine')
     arguments = parser.parse_args()
+    errors.report_errors()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

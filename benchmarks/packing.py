@@ -27,6 +27,7 @@ import data
 import optim
 from huggingface import finetune
 from keys import Keys
+from system import errors
 
 WAYS = ('packed', 'one in a row')
 
@@ -100,6 +101,7 @@ def main():
     parser.add_argument('--steps', type=int, default=20, help='0 = only say how much is padding')
     parser.add_argument('--dtype', choices=('float32', 'bfloat16'), default='bfloat16')
     arguments = parser.parse_args()
+    errors.report_errors()
     dtype = getattr(torch, arguments.dtype)
     vocab_size = finetune.Pretrained(arguments.init_from).vocab_size
     keys = {'dataset': arguments.dataset, 'data_dir': arguments.data_dir, 'block_size': arguments.block_size}

@@ -275,6 +275,8 @@ def main():
 
     if given.command == 'signal':
         found = find_ranks(given.word)
+        if not found:
+            sys.exit(f'no rank has {given.word} in its command line: is the run over, or not yet that far?')
         whom = [rank for rank in found if rank != 'torchrun'] if given.whom == 'all' else [given.whom]
         for one in whom:
             one = one if one == 'torchrun' else int(one)
