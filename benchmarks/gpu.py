@@ -3,7 +3,7 @@ The first 15 minutes on a GPU: does everything work there, how fast is it, and w
 
     python benchmarks/gpu.py                                 # all checks; writes OUT/gpu.md
     python benchmarks/gpu.py --only='Llama 1B|float8'        # checks with such names, and what these need
-    python benchmarks/gpu.py --only='forms of'               # parts of a step beside the form before, in turns
+    python benchmarks/gpu.py --only='forms of'               # parts of a step beside another form, in turns
     python benchmarks/gpu.py --nanogpt=path/to/nanoGPT       # its train.py beside ours
     python benchmarks/gpu.py --device=cpu                    # tiny models on a CPU, to try this program
 
@@ -536,6 +536,8 @@ def timed(bench):
     checks += [bench.inner('forms of the loss', of=name, seconds=25) for name in LOSSES]
     checks += [bench.inner('forms of attention', of=name, seconds=25) for name in ('124M', 'Llama 1B')]
     checks += [bench.inner('forms of a layer', seconds=25), bench.inner('forms of the update', seconds=20)]
+    checks += [bench.inner('forms of a block', of=name, seconds=35) for name in ('124M gpt2', 'Llama 1B')]
+    checks += [bench.inner('forms of the ends', seconds=25)]
     checks += [bench.inner('forms of float8', seconds=30), bench.inner('generate')]
     checks += [train('Llama 1B', 'ddp', low[f'moments in {bits}'], f'Llama 1B moments in {bits}', 32)
                for bits in ('8 bits', 'bf16')]  # fmt: skip

@@ -58,12 +58,12 @@ def in_turns(torch, device, ways, rounds=10):
     return {name: round(min(found), 3) for name, found in times.items()}
 
 
-# Forms: what model.py computes now beside the form before it, in one process, where clocks slow down both alike. The
-# letters are those of the table in docs/gpu.md.
+# Forms: what model.py computes now beside another form, in one process, where clocks slow down both alike. `without` a
+# letter is the form before, `with` one is a form that waits for a card to show that it pays; docs/gpu.md names them.
 
 
 def forms_of_the_loss(torch, device, arguments):
-    """The head and the loss alone, eager and compiled, beside their matmuls; compiled also without A, and without C."""
+    """The head and the loss, eager and compiled, beside their matmuls; compiled also without A, without C, with E."""
     import model as model_module
     from model import ChunkedCrossEntropy, cross_entropy, pointwise_cross_entropy
 
@@ -87,17 +87,31 @@ def forms_of_the_loss(torch, device, arguments):
     weight = torch.randn(vocab_size, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(vocab_size, (tokens,), device=device)
 
-    def step(kernel, **others):
+    def step(kernel, function=ChunkedCrossEntropy, **others):
         with mock.patch.multiple(model_module, **others) if others else contextlib.nullcontext():
-            ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size - 47, 1e-4, True, kernel)[0].backward()
+            loss_sum, _ = function.apply(hidden, weight, targets, vocab_size - 47, 1e-4, True, kernel)
+            (loss_sum / tokens).backward()
 
     def matmuls():
         logits = hidden @ weight.T
         return logits.T @ hidden, logits @ weight
 
-    kernel, before_c = (torch.compile(form, dynamic=False) for form in (pointwise_cross_entropy, two_passes))
+    class Multiplied(ChunkedCrossEntropy):
+        """With E: what backward multiplies by is known in forward, and the kernel of the loss does it."""
+
+        backward = staticmethod(lambda ctx, *_: (*ctx.saved_tensors, *[None] * 5))
+
+    factor = torch.full((), 1 / tokens, device=device)
+
+    def multiplied(*args, **options):
+        loss_sum, ce_sum, gradient = pointwise_cross_entropy(*args, **options)
+        return loss_sum, ce_sum, gradient.mul_(factor)
+
+    forms = (pointwise_cross_entropy, two_passes, multiplied)
+    kernel, before_c, with_e = (torch.compile(form, dynamic=False) for form in forms)
     ways = {
         'compiled ms': lambda: step(kernel),
+        'with E ms': lambda: step(with_e, function=Multiplied),
         'without A ms': lambda: step(kernel, **before_a),
         'without C ms': lambda: step(before_c),
         'without both ms': lambda: step(before_c, **before_a),
@@ -150,6 +164,68 @@ def forms_of_a_layer(torch, device, arguments):
         form(x).backward(gradient)
 
     return in_turns(torch, device, {'now ms': lambda: step(now), 'without G ms': lambda: step(before)})
+
+
+def forms_of_a_block(torch, device, arguments):
+    """A block compiled as make_model() does, forward and backward, and with I: Inductor tries more sizes of tiles."""
+    from model import Block, ModelConfig, RotaryEmbedding
+
+    keys = TINY if device.type == 'cpu' else SIZES[arguments.of]
+    config = ModelConfig.from_keys({'vocab_size': 64} | keys)
+    rotary = None if config.arch == 'gpt2' else RotaryEmbedding(config)
+    block = Block(config, rotary).to(device)
+    if rotary:
+        rotary.prepare(device)
+    shape = keys['batch_size'], config.block_size, config.n_embd
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def way(**options):
+        forward = torch.compile(block.forward, **options)
+        return lambda: forward(x).backward(gradient)
+
+    return in_turns(torch, device, {'now ms': way(), 'with I ms': way(options={'coordinate_descent_tuning': True})})
+
+
+def forms_of_the_ends(torch, device, arguments):
+    """
+    What comes before the blocks and after them, but for the loss, forward and backward, where the head is tied: the
+    embedding, the last norm, and the sum of the embedding's and the head's gradient. With F both are compiled. With H
+    the embedding's backward adds its rows to the head's gradient, instead of filling a matrix that is added to it.
+    """
+    from model import GPT, ModelConfig
+
+    keys = TINY if device.type == 'cpu' else SIZES['124M gpt2']
+    model = GPT(ModelConfig.from_keys({'vocab_size': 50304} | keys | {'n_layer': 1}), torch.bfloat16).to(device)
+    weight, head = model.embed.weight, torch.randn_like(model.embed.weight)
+    x = torch.randint(model.config.vocab_size, (keys['batch_size'], model.config.block_size), device=device)
+    positions, _ = model.places(x, 0, x.shape[1])
+    gradient = torch.randn(*x.shape, model.config.n_embd, device=device, dtype=torch.bfloat16)
+
+    class Added(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, x):
+            ctx.save_for_backward(x)
+            return weight[x]
+
+        @staticmethod
+        def backward(ctx, gradient):  # index_add_() would be quicker, but adds in another order each time
+            weight.grad.index_put_(ctx.saved_tensors, gradient.float(), accumulate=True)
+            return None, None
+
+    def step(embedded, finished):
+        weight.grad = head
+        finished(embedded(x, positions)).backward(gradient)
+
+    def way(forms, embed=model.embed.forward):
+        with mock.patch.object(model.embed, 'forward', embed):
+            step(*forms)
+
+    now = model.embedded, model.finished
+    with_f = [torch.compile(form) for form in now]
+    ways = {'now ms': lambda: way(now), 'with F ms': lambda: way(with_f)}
+    ways |= {'with H ms': lambda: way(now, lambda x: Added.apply(weight, x))}
+    return in_turns(torch, device, ways)
 
 
 def forms_of_the_update(torch, device, arguments):
