@@ -55,6 +55,8 @@ def report(config, keys, explicit):
         for row in rows
     ])  # fmt: skip
     speed, links = ('measured' if given else 'assumed' for given in (config.measured, config.links))
+    if keys.get('matmul_dtype') and not config.measured:
+        speed += ' (that of bfloat16)'
     per_node = min(gpus, node_gpus)
     title = f'{gpus} ranks of {gpu}, {per_node} on each node; speed {speed}, links {links}; per step of a run:'
     return f'{title}\n\n{table}\n\n{reason(rows)}\n\n{command(rows[0], keys, explicit, cluster)}'

@@ -314,10 +314,11 @@ def knobs(**changes):
 
 @pytest.mark.slow
 def test_compare_prints_the_table_the_reason_and_the_command():
-    keys = [f'--{key}={value}' for key, value in {**KEYS, 'global_batch_size': 4}.items()]
+    keys = [f'--{key}={value}' for key, value in {**KEYS, 'global_batch_size': 4, 'matmul_dtype': 'float8'}.items()]
     said = run_script('compare.py', '--plan', '--gpus=4', '--node_gpus=2', '--gpu=A100', *keys).stdout
     title, table, reason, command = said.strip().split('\n\n')
     assert title.startswith('4 ranks of a100, 2 on each node; ') and title.count('assumed') == 2
+    assert 'speed assumed (that of bfloat16), ' in title
     first = table.splitlines()[2].split('|')[1].strip()
     assert reason.startswith(f'{first} is first: of ') and reason.count('. ') == 0
     script = re.fullmatch(r'torchrun --nnodes=2 --nproc_per_node=2 (--rdzv-.*:29500) (train_\w+\.py) (.*)', command)
