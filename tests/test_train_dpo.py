@@ -282,8 +282,9 @@ def test_a_run_is_equal_to_a_plain_loop(folder, runs):
     for step, (row, plain) in enumerate(zip(found, rows, strict=True), 1):
         # Both are one process, of which precision.py lets another be TIMES as far from the truth.
         of_answer = apart(step) / TIMES * max(abs(plain[name]) for name in FACTS if name.startswith('logps/'))
-        of_norm = apart(step) * plain['grad_norm']
-        for name in FACTS:  # a reward is beta = 0.1 times what an answer has gained
+        # The gradient of a pair has the factor sigmoid(-margin): relatively as far off as the margin is absolutely.
+        of_norm = (apart(step) + 2 * 0.1 * of_answer) * plain['grad_norm']
+        for name in FACTS:  # a reward is beta = 0.1 times what an answer has gained, a margin the difference of two
             most = of_norm if name == 'grad_norm' else of_answer if name.startswith('logps/') else 0.1 * of_answer
             assert abs(row[name] - plain[name]) <= most, (step, name, row[name], plain[name])
     ours = weights_of(out, STEPS)
