@@ -116,7 +116,8 @@ else:
     else:
         pretrained = finetune.Pretrained(config.out_dir, trust_remote_code=config.trust_remote_code)
     text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
-    encoder = in_run.encoder_of(pretrained, text_tokenizer, config.chat_template_kwargs)
+    options = config.chat_template_kwargs, state['config'] if path else None
+    encoder = in_run.encoder_of(pretrained, text_tokenizer, *options)
     # If the configuration names no limit, the tokenizer may; 2048 is the harness's default for models without any.
     positions = pretrained.positions or (
         text_tokenizer.model_max_length if text_tokenizer.model_max_length < 1e9 else 2048

@@ -46,6 +46,7 @@ from safetensors.torch import load_file, save_file
 
 import data
 from evaluation.prompts import TransformersLanguage
+from evaluation.tasks import begin_of_text
 from huggingface import convert, finetune, lora, native, rounding
 from model import GPT, ModelConfig
 from moments import is_finite
@@ -347,16 +348,16 @@ def write_tokenizer(ours, dataset_folder, folder):
         fast = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: ours.eot})
     else:
         fast = tokenizers.Tokenizer.from_file(os.path.join(dataset_folder, 'tokenizer.json'))
-    # Before a text put the BOS that the model saw in training; if it saw only eot there, put nothing.
-    eot, bos = fast.id_to_token(ours.eot), [fast.id_to_token(token) for token in ours.bos]
-    pieces = list(zip(bos, ours.bos, strict=True))
+    begin = begin_of_text(ours, state['config'].get('windows'))
+    eot, bos = fast.id_to_token(ours.eot), [fast.id_to_token(token) for token in begin]
+    pieces = list(zip(bos, begin, strict=True))
     fast.post_processor = tokenizers.processors.TemplateProcessing([*bos, '$A'], [*bos, '$A', '$B'], pieces)
     ends = {'bos_token': bos[-1] if bos else eot, 'eos_token': eot, 'model_max_length': model_config.block_size}
     transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends).save_pretrained(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = theirs.encode(SAMPLE_TEXT)
     if (
-        ids != [*ours.bos, *ours.encode(SAMPLE_TEXT)]
+        ids != [*begin, *ours.encode(SAMPLE_TEXT)]
         or theirs.decode(ids) != ours.decode(ids)
         or theirs.eos_token_id != ours.eot
     ):

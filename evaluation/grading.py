@@ -88,9 +88,10 @@ def number_in(text):
 
 
 def first_group(pattern, text):
-    """The first match of a pattern in a text, or its first group if the pattern has any; None if nothing matches."""
+    """The first match of a pattern in a text, or if it has groups the first that took part; None if nothing matches."""
     match = pattern.search(text)
-    return match and (match[1] if pattern.groups else match[0] or '').strip()
+    groups = [group for group in match.groups() if group is not None] if match and pattern.groups else []
+    return match and (groups[0] if groups else match[0]).strip()
 
 
 def nth_match(pattern, which, text):

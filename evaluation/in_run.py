@@ -12,7 +12,7 @@ import torch
 
 import data
 from evaluation import generating, scoring
-from evaluation.prompts import ends_of_texts
+from evaluation.prompts import TransformersLanguage
 from evaluation.sampling import NotFinite, not_finite
 from evaluation.tasks import (
     NativeEncoder,
@@ -135,11 +135,14 @@ def refuse_tokens_beyond(vocab_size, tasks, requests):
                 raise ValueError(f'{given}: leave out what spells that token, or take the tokenizer of the model')
 
 
-def encoder_of(pretrained, tokenizer, chat_template_kwargs=None):
-    """The TransformersEncoder of a model of transformers."""
-    named_ends = getattr(pretrained.config.get_text_config(), 'eos_token_id', None)
-    ends = ends_of_texts(tokenizer, pretrained.folder, named_ends)
-    return TransformersEncoder(tokenizer, ends, chat_template_kwargs)
+def encoder_of(pretrained, tokenizer, chat_template_kwargs=None, run=None):
+    """The TransformersEncoder of a model of transformers. run: keys of the run that has trained it, or None. If it has
+    learned chats, it is asked in the form in which it has learned, and stops where sample.py and its export do."""
+    run, named_ends = run or {}, getattr(pretrained.config.get_text_config(), 'eos_token_id', None)
+    language = TransformersLanguage(tokenizer, pretrained.folder, named_ends, fold_system=run.get('fold_system', False))
+    if language.has_template and (run.get('chats') or run.get('prompts_chat')):
+        language.stop_tokens += language.end_of_answer()
+    return TransformersEncoder(tokenizer, language.stop_tokens, chat_template_kwargs, language.fold_system)
 
 
 def encoder_of_run(keys, pretrained):
@@ -147,7 +150,7 @@ def encoder_of_run(keys, pretrained):
     if pretrained:
         tokenizer = load_transformers_tokenizer(pretrained.folder, keys['trust_remote_code'])
         tokenizer.chat_template = pretrained.chat_templates or tokenizer.chat_template
-        return encoder_of(pretrained, tokenizer)
+        return encoder_of(pretrained, tokenizer, run=keys)
     try:
         return NativeEncoder(tokenizer_of(data.folder_of(keys)), keys.get('windows'))
     except (ValueError, OSError) as error:

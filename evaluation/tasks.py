@@ -35,7 +35,7 @@ import numpy as np
 from evaluation.grading import Rule
 from system.errors import one_line
 from text.chat_rows import tools_of
-from text.conversations import ChatTemplate, check_tools
+from text.conversations import ChatTemplate, check_tools, fold_system_messages
 
 FORMS = {
     'choices': {'context', 'choices', 'gold'},
@@ -319,10 +319,12 @@ class TransformersEncoder:
     """Encodes with a tokenizer of transformers, with the special tokens that it adds before a text, such as BOS. An EOS
     that some tokenizers add after a text is removed, because the text continues."""
 
-    def __init__(self, tokenizer, stop_tokens=(), chat_template_kwargs=None):
+    def __init__(self, tokenizer, stop_tokens=(), chat_template_kwargs=None, fold_system=False):
         """stop_tokens: ids that end what the model writes. chat_template_kwargs: variables for the chat template, where
-        a row has none of its own. Raises ValueError for a tokenizer without BOS and EOS."""
+        a row has none of its own. fold_system: the model has learned system messages as part of the user's. Raises
+        ValueError for a tokenizer without BOS and EOS."""
         self.tokenizer, self.stop_tokens, self.kwargs = tokenizer, list(stop_tokens), chat_template_kwargs or {}
+        self.fold_system = fold_system
         starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
         self.prefix = next((token for token in starts if token is not None), None)
         if self.prefix is None:
@@ -360,6 +362,7 @@ class TransformersEncoder:
             given = f'apply_chat_template=True: the tokenizer in {self.tokenizer.name_or_path} has no chat template'
             raise ValueError(f'{given}: leave it out')
         options = self.kwargs | of_chat.get('chat_template_kwargs', {}) | {'tools': of_chat.get('tools')}
+        messages = fold_system_messages(messages) if self.fold_system else messages
         try:
             written = self.template.write(messages, options, add_generation_prompt=True)
             check_tools(written, options['tools'])

@@ -68,20 +68,24 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     if layout.stage > 1:
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', columns(sent_by_stage))
 
-    lines += ['', 'batch', f'  {layout.batch_line(config["batch_size"], config["block_size"])}']
+    at_most = 'at most ' if 'num_generations' in config else ''  # answers are packed when they are written
+    lines += ['', 'batch', f'  {at_most}{layout.batch_line(config["batch_size"], config["block_size"])}']
     if (copies := config.get('replicate_size', 1)) > 1:
         shards = counted(world_size // copies, 'rank')
         lines.append(f'  layout: {copies} copies of the model, each sharded over {shards}')
     most = max(kinds['sent'] for kinds in sent_by_stage) if world_size > 1 else 0
     sent_in_words = f'{most / 1e9:.3f} GB' if most >= 1e8 else f'{most / 1e6:.3f} MB'
     lines.append(f'  {sent_in_words} sent per rank per step')
-    lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
+    lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens, at_most))]
     flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}
-    lines += section('FLOPs, forward and backward', {name: f'{number:.3e}' for name, number in flops.items()})
+    lines += section(
+        f'FLOPs, forward and backward{at_most and ", at most, without writing answers"}',
+        {name: f'{number:.3e}' for name, number in flops.items()},
+    )
     copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the newest comes before the oldest goes
     copies += bool(copies and (config.get('keep_best') or config.get('patience')))
-    at_most = f'at most ({copies}, one being written)' if copies else 'at most (0 of them)'
-    disk = {'per checkpoint': checkpoint, at_most: copies * checkpoint}
+    of_disk = f'at most ({copies}, one being written)' if copies else 'at most (0 of them)'
+    disk = {'per checkpoint': checkpoint, of_disk: copies * checkpoint}
     lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
     return '\n'.join(lines[1:])
 
@@ -96,10 +100,11 @@ def columns(parts_by_stage):
     return {part: ' '.join(f'{parts[part] / 1e9:8.3f}' for parts in parts_by_stage) for part in parts_by_stage[0]}
 
 
-def schedule_lines(config, tokens_per_step):
+def schedule_lines(config, tokens_per_step, at_most=''):
     """Lines on the steps, tokens and learning rates of the run."""
     peak = config['learning_rate']
-    lines = [f'{config["max_iters"]:,} steps x {tokens_per_step:,} = {config["max_iters"] * tokens_per_step:,} tokens']
+    tokens = config['max_iters'] * tokens_per_step
+    lines = [f'{config["max_iters"]:,} steps x {at_most}{tokens_per_step:,} = {at_most}{tokens:,} tokens']
     lines.append(f'{config["optimizer"]}: warm-up over {config["warmup_iters"]:,} steps to learning rate {peak:.3g}')
     if config['lr_schedule'] != 'constant':
         lines.append(f'{config["lr_schedule"]}: down to {config["min_lr"]:.3g} at step {config["lr_decay_iters"]:,}')

@@ -93,7 +93,8 @@ def fill_data(run):
     """Keys that follow from the datasets: the vocabulary, and whether a sequence holds several documents."""
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
-    config.packed, config.chats = train_data.has_starts, bool(train_data.is_chat and pretrained)
+    config.packed = train_data.has_starts
+    config.chats = bool(pretrained and (train_data.is_chat or getattr(config, 'prompts_chat', False)))
     if train_data.is_pairs:
         config.windows = 'documents'  # each is one, and begins behind the end of another
     one = 'pair' if train_data.is_pairs else 'conversation'

@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from precision import MARGIN, apart, error, gap_of_choice, likeliest
 from pretrained import POSITIONS, save_model
 from short import slow_but
 
-from evaluation import grading, scoring, tasks
+from evaluation import grading, in_run, scoring, tasks
+from huggingface import finetune
 from model import GPT, ModelConfig
+from text.tokenizer import load_transformers_tokenizer
 
 EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
 WORDS = 'the cat sat on a mat, and ran to see that Größe of it was 17 -- or so'.split()
@@ -334,6 +337,8 @@ def test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding(m
         ({'answer': 'B', 'rule': 'regex', 'pattern': r'\((\w)\)'}, 'I say (B)', {'acc': True}),
         ({'answer': 'B', 'rule': 'regex', 'pattern': r'\((\w)\)'}, 'I say B', {'acc': False}),
         ({'answer': 'B', 'rule': 'regex', 'pattern': r'[A-D]'}, 'I say B, C', {'acc': True}),
+        ({'answer': '94', 'rule': 'regex', 'pattern': r'is (\d+)|(\d+)'}, 'or 94', {'acc': True}),
+        ({'answer': '1', 'rule': 'regex', 'pattern': r'1(1)?'}, '1', {'acc': True}),
         # as lm_eval's filters and its exact_match have them
         ({'answer': 'a\n#### 1,800'}, 'so\n#### $1800. Then 5', {'strict_match': False, 'flexible_extract': False}),
         ({'answer': 'a\n#### 1,800'}, 'so\n#### 1800. Then', {'strict_match': True, 'flexible_extract': True}),
@@ -692,3 +697,19 @@ def test_log_likelihoods_and_scores_are_those_of_lm_eval(models, files, name):
     result = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(re.findall(r'log-likelihoods differ by up to \d', result.stdout)) == len(files)
+
+
+def test_what_has_learned_chats_is_asked_and_stops_as_it_has_learned(tmp_path):
+    """A base model that was given a template: its folder names only the token that ends a text."""
+    folder = Path(save_model(tmp_path / 'base', 'llama'))
+    for name, key, end in (('config', 'eos_token_id', 256), ('tokenizer_config', 'eos_token', '<|endoftext|>')):
+        path = folder / f'{name}.json'
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: end}))
+    (folder / 'generation_config.json').unlink(missing_ok=True)
+    pretrained, tokenizer = finetune.Pretrained(str(folder)), load_transformers_tokenizer(str(folder))
+    before = in_run.encoder_of(pretrained, tokenizer)
+    after = in_run.encoder_of(pretrained, tokenizer, run={'chats': True, 'fold_system': True})
+    rewarded = in_run.encoder_of(pretrained, tokenizer, run={'prompts_chat': True})
+    assert before.stop_tokens == [256] and after.stop_tokens == rewarded.stop_tokens == [256, 258]
+    messages = [{'role': role, 'content': role} for role in ('system', 'user')]
+    assert after.chat(messages, {}) == before.chat([{'role': 'user', 'content': 'system\n\nuser'}], {})

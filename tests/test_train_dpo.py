@@ -80,6 +80,7 @@ def folder(tmp_path_factory):
     said = prepare(folder, '--pairs', f'--dataset={folder}/pairs.jsonl', '--name=pairs', *options).stdout
     assert 'rows whose chosen and rejected answers are the same, left out (1)' in said
     assert '【g' in said and '<|im_end|>】' in said and said.index('【g') < said.index('【b')
+    assert f'config/dpo_chat.py --strategy=fsdp --init_from={folder}/llama ' in said
     shutil.copytree(folder / 'data' / 'pairs', folder / 'data' / 'again')
     write_rows(folder / 'chats.jsonl', [{'prompt': row['prompt'], 'completion': row['chosen']} for row in rows])
     prepare(folder, f'--dataset={folder}/chats.jsonl', '--name=chats', *options)
@@ -565,6 +566,7 @@ def test_pairs_of_a_tokenizer_without_a_template(folder):
     options = [f'--dataset={folder}/sums.jsonl', '--tokenizer=bytes', '--val_fraction=0', '--num_proc=1']
     assert 'use --pairs' in error_of(folder, '--chat_fields=chosen,rejected', *options, '--name=sums')
     said = prepare(folder, '--pairs', *options, '--name=sums').stdout
+    assert 'next: python train_dpo.py --init_from=OUT_DIR --dataset=sums' in said  # with the run's own block_size
     assert '<|endoftext|>0+1=【1\n<|endoftext|>】' in said and 'different prompts, or to none, left out (1)' in said
     keys = {'dataset': 'sums', 'data_dir': f'{folder}/data', 'dataset_stages': (), 'block_size': 32}
     mixture = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream'}, 'train')

@@ -66,13 +66,15 @@ def print_summary(meta, folder, config):
     command, recipe = 'python train_ddp.py', None
     model_config_path = Path(config.tokenizer, 'config.json')
     is_of_a_model = model_config_path.exists()
-    if meta.get('masked') or is_of_a_model:  # suggest to fine-tune that model
+    if meta.get('pairs') and is_of_a_model:
+        recipe = 'dpo_chat'
+        command = f'torchrun --nproc_per_node=4 train_dpo.py config/{recipe}.py --strategy=fsdp'
+    elif meta.get('pairs'):  # for a run from scratch, which has its own block_size
+        command = 'python train_dpo.py'
+    elif meta.get('masked') or is_of_a_model:  # suggest to fine-tune that model
         family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py'
-    if meta.get('pairs'):
-        recipe = 'dpo_chat'
-        command = f'torchrun --nproc_per_node=4 train_dpo.py config/{recipe}.py --strategy=fsdp'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
     least, shortest = min((totals['tokens'], split) for split, totals in meta['splits'].items())
     if least < FEWEST_TOKENS and not meta.get('masked'):
@@ -88,8 +90,8 @@ def print_summary(meta, folder, config):
         if positions < 4096:  # the recipes' block_size is 2048 or 4096
             block_sizes.append(min(positions, 2048))
     block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
-    model = config.tokenizer if is_of_a_model or not meta.get('pairs') else 'OUT_DIR'  # of the run that learns
-    keys = f'{f" --init_from={model}" if recipe else ""} --dataset={config.name}{place}{block_size}'
+    model = config.tokenizer if recipe else 'OUT_DIR' if meta.get('pairs') else None  # OUT_DIR: of the run that learns
+    keys = f'{f" --init_from={model}" if model else ""} --dataset={config.name}{place}{block_size}'
     print(f'{folder}\nnext: {command}{keys}')
     if recipe:
         script = 'train_dpo.py' if meta.get('pairs') else 'train_ddp.py'
