@@ -32,7 +32,7 @@ from evaluation import in_run
 from huggingface import finetune
 from logprobs import token_logps
 from model import generator_of
-from runtime import fill, rollouts
+from runtime import checkpoint, fill, rollouts
 
 SEED, BLOCK, STEPS, PROMPTS, GROUP, LONGEST = 1337, 40, 4, 6, 4, 8
 RUN = [f'--seed={SEED}', f'--block_size={BLOCK}', f'--prompts_per_step={PROMPTS}', f'--num_generations={GROUP}']
@@ -217,6 +217,7 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'lora': (1, None, LORA),
     'twice': (1, None, TWICE),
     'masked': (1, None, MASKED),
+    'chats': (1, None, ['--prompts_chat=True', '--max_iters=1']),
     'ddp': (2, 'one', []),
     'fsdp': (2, 'one', FSDP),
     'stage 2': (2, 'one', STAGE_2),
@@ -235,7 +236,19 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'nf4': (1, None, [*LORA, '--frozen_dtype=nf4']),
     'stage 2, nf4': (2, 'nf4', [*STAGE_2, *LORA, '--frozen_dtype=nf4']),
 }
-SHORT = ['one', 'unpacked', 'written by fives', 'lora', 'twice', 'masked', 'ddp', 'fsdp', 'stage 2', 'fsdp, lora']
+SHORT = [
+    'one',
+    'unpacked',
+    'written by fives',
+    'lora',
+    'twice',
+    'masked',
+    'chats',
+    'ddp',
+    'fsdp',
+    'stage 2',
+    'fsdp, lora',
+]
 OF_ONE = ['--out_dir=FOLDER/run one']  # which they would resume
 REFUSED = {  # name: (ranks, keys, what the line says)
     'no prompts': (1, ['--prompts=[]'], 'no prompts: name files of tasks'),
@@ -298,6 +311,15 @@ def test_layouts_are_equal(runs, name):
         assert column(out, fact) == pytest.approx(column(expected, fact), rel=1e-12), fact
     assert_same_run(column(out, 'entropy'), column(expected, 'entropy'), name)
     assert_same_run(column(out, 'grad_norm')[:1], column(expected, 'grad_norm')[:1], name)
+
+
+def test_a_run_on_chats_is_known_as_one_afterwards(runs):
+    of_steps = {'one': STEPS, 'chats': 1}
+    configs = [
+        checkpoint.read_state(str(runs[0][name] / 'checkpoints' / f'step_{step:08}'))['config']
+        for name, step in of_steps.items()
+    ]
+    assert [config['chats'] for config in configs] == [False, True]  # sample.py and export_model.py ask for it
 
 
 def test_tasks_are_scored_with_as_many_examples_as_prompts_have(folder, tmp_path):

@@ -880,7 +880,9 @@ def test_what_it_takes_to_write_answers_is_states_whole_weights_and_a_cache():
     assert of() == needs
     assert of(generation_batch_size=None) == of(generation_batch_size=8)  # all that a rank writes in a step
     said = report.dry_run(config, {}, 4, 'fsdp')
-    assert 'while it writes, at most' in said and 'batch\n  at most ' in said  # answers are packed when they are written
+    assert (
+        'while it writes, at most' in said and 'batch\n  at most ' in said
+    )  # answers are packed when they are written
     assert 'block_size=128' in report.out_of_memory_advice(config, 4, 'fsdp')
     much = config | {'global_batch_size': 40_000, 'generation_batch_size': None}
     assert '--generation_batch_size' in report.out_of_memory_advice(much, 4, 'fsdp')
