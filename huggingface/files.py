@@ -28,6 +28,7 @@ from system.files import refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
 ROWS_AT_ONCE = 4096  # rows that are compared at a time
+ALIKE = 0.01  # two rows that differ by less, as a share of a row's usual length, tell no tokens apart
 SMALL, SAMPLED = 2**16, 8  # a fingerprint reads tensors of so many numbers whole, and so many rows of larger ones
 
 
@@ -123,6 +124,16 @@ class Weights:
             blocks = (part[first : first + ROWS_AT_ONCE] for first in range(0, n_rows, ROWS_AT_ONCE))
             self.means[name] = (sum(block.double().sum(0) for block in blocks) / n_rows).float()
         return self.means[name]
+
+    def sets_apart(self, name, row):
+        """Whether a row is another one than those beside it, as it is of a token that has been learned. Rows of tokens
+        that were in no text are often zero, like Llama 3's reserved ones, or noise that weight decay has shrunk."""
+        if len(self.shape(name)) < 2:  # the bias of a head
+            return True
+        rows = self.read(name, slice(max(0, row - 1), row + 2)).float()
+        usual = self.read(name, slice(ROWS_AT_ONCE)).float().norm(dim=1).mean()
+        distances = (rows - rows[min(row, 1)]).norm(dim=1)  # one of them is 0: that to itself
+        return bool(distances.sort().values[1] > ALIKE * usual)
 
     def shape(self, name):
         """The shape of a tensor, with the rows that the model has more."""

@@ -195,14 +195,33 @@ class Pretrained:
         folder that is kept says so in its config.json. Raises ValueError if these are not trained: then the new rows
         would stay what they begin with, the mean of the others."""
         self.config.get_text_config().vocab_size = self.vocab_size = rows
+        if frozen := self.frozen_of_tokens()[1]:
+            raise ValueError(self.how_to_train(frozen))
+
+    def frozen_of_tokens(self):
+        """(the model on the meta device, its parameters with a row for each token that are not trained: the names)."""
         with torch.device('meta'):
             model = for_training(copy.deepcopy(self))  # for_training() changes the noise in its configuration
         parameters = dict(model.named_parameters())
-        frozen = [name.removesuffix('.weight') for name in names_of_tokens(model) if not parameters[name].requires_grad]
-        if frozen:
-            names = ','.join(name.rpartition('.')[2] for name in frozen)
-            mend = f'--modules_to_save={names} trains them' if self.lora_rank else 'leave freeze out'
-            raise ValueError(f'{", ".join(frozen)} would not be trained: {mend}')
+        return model, [name for name in names_of_tokens(model) if not parameters[name].requires_grad]
+
+    def how_to_train(self, frozen):
+        """In words, which key trains these parameters of frozen_of_tokens()."""
+        modules = [*dict.fromkeys(name.rpartition('.')[0] for name in frozen)]
+        names = ','.join([*self.modules_to_save, *(name.rpartition('.')[2] for name in modules)])
+        mend = f'--modules_to_save={names} trains them' if self.lora_rank else 'leave freeze out'
+        return f'{", ".join(modules)} would not be trained: {mend}'
+
+    def never_trained(self, token):
+        """Which of frozen_of_tokens() have a row of this token that no training has set apart from those beside it. If
+        none has, that is no proof: spare rows may hold noise, which looks like what has been learned."""
+        try:
+            weights = Weights(self.weights_folder)
+        except ValueError:  # no weights: a plan, or the run resumes from checkpoints
+            return []
+        model, frozen = self.frozen_of_tokens()
+        found, _ = weights.find(model)
+        return [name for name in frozen if name in found and not weights.sets_apart(found[name], token)]
 
     @property
     def added_rows(self):

@@ -120,17 +120,24 @@ def run_to_start_from(config, explicit):
 
 def add_tokens(keys, pretrained):
     """Give rows to tokens that a dataset has and the model's embedding lacks, as when special tokens have been added to
-    the tokenizer of a folder. Returns lines for the log. Raises ValueError if these rows would not be trained."""
+    the tokenizer of a folder. Returns lines for the log, also if the last token has a row that was never trained and
+    stays so. Raises ValueError if rows that are added would not be trained."""
     datasets = names_in(parse_stages(keys))
     if keys['val_dataset']:
         datasets += names_in(parse_stages({**keys, 'dataset': keys['val_dataset'], 'dataset_stages': ()}))
     splits = {name: read_meta(Path(keys['data_dir'], name)).get('splits', {}).values() for name in datasets}
     largest = {name: max((facts.get('max_token', -1) for facts in found), default=-1) for name, found in splits.items()}
     name, rows, folder = max(largest, key=largest.get), pretrained.vocab_size, pretrained.folder
-    if largest[name] < rows:
-        return []
-    given = f'dataset={name} has the token {largest[name]}, the embedding of {folder} {rows:,} rows'
-    n_tokens = max(load_tokenizer(folder).vocab_size, largest[name] + 1)
+    token = largest[name]
+    given = f'dataset={name} has the token {token}'
+    if token < rows:
+        # Embeddings often have rows to spare. Which tokens took one of them is not known, but they are the last ones.
+        is_frozen = token >= 0 and (pretrained.lora_rank or pretrained.freeze)
+        frozen = pretrained.never_trained(token) if is_frozen else []
+        why = f'whose row in {folder} is that of the token beside it, so it was never trained'
+        return [f'WARNING: {given}, {why}, and {pretrained.how_to_train(frozen)}'] if frozen else []
+    given += f', the embedding of {folder} {rows:,} rows'
+    n_tokens = max(load_tokenizer(folder).vocab_size, token + 1)
     try:
         pretrained.add_tokens(n_tokens)
     except ValueError as error:

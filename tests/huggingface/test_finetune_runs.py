@@ -698,6 +698,8 @@ def test_new_tokens_are_refused_beside_what_would_not_train_them(models, with_to
     assert 'has the special token What is, which' in line
     line = mistake('train_ddp.py', *keys, '--freeze=lm_head', nproc=1)
     assert 'lm_head would not be trained: leave freeze out' in line
+    line = mistake('train_ddp.py', *keys, '--lora_rank=2', '--modules_to_save=lm_head', nproc=1)
+    assert 'model.embed_tokens would not be trained: --modules_to_save=lm_head,embed_tokens trains them' in line
     lora = ['--lora_rank=2', '--modules_to_save=embed_tokens,lm_head', '--learning_rate=1e-2', '--max_iters=2']
     fork_script('train_ddp.py', *RUN, *keys, *lora)
     (ended,) = fork_script('export_model.py', f'--out_dir={tmp_path / "out"}', '--adapter', check=False)
@@ -705,6 +707,36 @@ def test_new_tokens_are_refused_beside_what_would_not_train_them(models, with_to
     fork_script('export_model.py', f'--out_dir={tmp_path / "out"}', f'--to={tmp_path / "export"}')
     embedding = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export').get_input_embeddings().weight
     assert len(embedding) == VOCABULARY + 3 and not torch.equal(embedding[VOCABULARY], embedding[VOCABULARY + 1])
+
+
+@pytest.mark.parametrize(
+    ('spare', 'freezes', 'expected'),
+    [  # what is in the rows that had no token: zeros, noise that weight decay has shrunk, or another token's length
+        (0.0, ['--lora_rank=2'], 'embed_tokens, lm_head would not be trained: --modules_to_save=embed_tokens,lm_head'),
+        (1e-5, ['--freeze=embed'], 'model.embed_tokens would not be trained: leave freeze out'),
+        (0.1, ['--lora_rank=2'], None),
+        (0.0, ['--lora_rank=2', '--modules_to_save=embed_tokens,lm_head'], None),
+        (0.0, [], None),
+    ],
+)
+def test_a_new_token_in_a_spare_row_that_nobody_trains_is_warned_of(with_tokens, tmp_path, spare, freezes, expected):
+    import transformers
+
+    folders, data_dir = with_tokens
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders['llama'])
+    model.resize_token_embeddings(VOCABULARY + 61, mean_resizing=False)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        torch.nn.init.normal_(module.weight.data[VOCABULARY:], std=spare)
+    padded = shutil.copytree(folders['llama'], tmp_path / 'padded')
+    model.save_pretrained(padded)
+    keys = [f'--data_dir={data_dir}', '--dataset=more', f'--init_from={padded}', f'--out_dir={tmp_path / "out"}']
+    (ended,) = fork_script('train_ddp.py', *RUN, '--max_iters=2', '--dry_run', *keys, *freezes)
+    warned = [line for line in ended.stdout.splitlines() if 'has the token' in line]
+    if expected is None:
+        assert not warned
+        return
+    assert len(warned) == 1 and expected in warned[0]
+    assert warned[0].startswith(f'WARNING: dataset=more has the token {VOCABULARY + 1}, whose row in {padded} is that')
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
