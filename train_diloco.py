@@ -60,7 +60,7 @@ found = run.join()  # --dry_run ends here; else init_process_group, and find the
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 run.notes += diloco_check.mesh_lines(config.num_replicas, processes.local_world_size())
-diloco_check.refuse_differences(config, run.train_data, run.val_data)
+diloco_check.refuse_differences(run)
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding

@@ -63,7 +63,7 @@ if config.dry_run:  # a run says so once it knows how many steps are left
 found = run.join()  # --dry_run ends here; else init_process_group, and find this job's own checkpoint
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-diloco_check.refuse_differences(config, run.train_data, run.val_data)
+diloco_check.refuse_differences(run)
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding

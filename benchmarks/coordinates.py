@@ -62,9 +62,9 @@ def measure(keys, explicit):
     that a run would be given, as configure() returns them."""
     config = SimpleNamespace(**keys)
     device = devices.choose_device(config.device, 0)
-    train_data, val_data = (data.open_mixture(keys, split) for split in ('train', 'val'))
+    train_data = data.open_mixture(keys, 'train')
     dtype = devices.choose_dtype(config.dtype, device)
-    run = Run(config, explicit, {**keys}, 'ddp', 0, 1, device, dtype, train_data=train_data, val_data=val_data)
+    run = Run(config, explicit, {**keys}, 'ddp', 0, 1, device, dtype, train_data=train_data)
     fill_in(run, ranks=1)
     model = GPT(run.model_config, dtype).to(device)
     with torch.no_grad():

@@ -43,12 +43,12 @@ def mesh_lines(num_replicas, local_world_size):
     return lines
 
 
-def refuse_differences(config, train_data, val_data):
+def refuse_differences(run):
     """Raise ValueError on every rank if the keys or data of any rank differ from rank 0's, except for device and
     data_dir."""
-    values = {key: value for key, value in vars(config).items() if key not in ('device', 'data_dir')}
-    prints = ([source.fingerprint for source in split.sources] for split in (train_data, val_data))
-    values_by_rank = everybodys({**values, **dict(zip(('data', 'validation data'), prints, strict=True))})
+    values = {key: value for key, value in vars(run.config).items() if key not in ('device', 'data_dir')}
+    prints = {f'{name} data': [source.fingerprint for source in split.sources] for name, split in run.splits.items()}
+    values_by_rank = everybodys(values | prints)
     for rank, theirs in enumerate(values_by_rank):
         for key, value in values_by_rank[0].items():
             if theirs[key] != value:

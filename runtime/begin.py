@@ -52,7 +52,7 @@ class Run:
     pretrained: object = None  # finetune.Pretrained if init_from is a Hugging Face folder, with native=True as well
     start_from: str | None = None  # the checkpoint that gives the first weights, if init_from is a run of this project
     train_data: object = None  # data.Mixture
-    val_data: object = None
+    val_data: object = None  # the same of its validation text; None if eval_iters is 0
     model_config: ModelConfig | None = None  # None if a class of transformers computes the model
     tasks: object = None  # in_run.Evaluation, if the run has eval_tasks
     layout: Layout | None = None  # how the ranks divide the work
@@ -70,6 +70,11 @@ class Run:
     @property
     def traces_memory(self):
         return self.config.trace_memory and self.on_cuda
+
+    @property
+    def splits(self):
+        """{'train': train_data, 'val': val_data}, or without the second."""
+        return {'train': self.train_data} | ({'val': self.val_data} if self.val_data else {})
 
     @property
     def shape(self):
@@ -198,24 +203,26 @@ def start_process(config):
 
 
 def open_data(run):
-    """Open the data that dataset and val_dataset name."""
+    """Open the data that dataset and, if anything is evaluated, val_dataset name."""
     config = run.config
     run.train_data = data.open_mixture(vars(config), 'train')  # a mixture of one or several datasets
-    run.val_data = data.open_validation(vars(config), run.train_data)
+    if config.eval_iters:
+        run.val_data = data.open_validation(vars(config), run.train_data)
+    sources = [source for split in run.splits.values() for source in split.sources]
     if run.pretrained:
         from text.conversations import templates_of_data
 
-        folders = [source.name for source in run.train_data.sources + run.val_data.sources]
+        folders = [source.name for source in sources]
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
         config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
     train, val = run.train_data, run.val_data
-    others = (
-        f' of {" + ".join(f"{source.name} ({source.split})" for source in val.sources)}' if config.val_dataset else ''
-    )
-    run.notes.append(
-        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens{others}'
-    )
+    line = f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens'
+    if val:
+        line += f', {val.n_tokens:,} validation tokens'
+        if config.val_dataset:
+            line += f' of {" + ".join(f"{source.name} ({source.split})" for source in val.sources)}'
+    run.notes.append(line)
 
 
 def refuse_other_data(config, pairs):

@@ -36,7 +36,8 @@ class Best:
         self.patience, self.step, self.val_loss, self.worse = keys.get('patience', 0), None, None, 0
         self.is_kept = bool(keys['keep_checkpoints'] and (keys.get('keep_best') or self.patience))
         windows = keys['eval_iters'] * keys['global_batch_size']
-        self.evaluated = [[source.fingerprint for source in val_data.sources], windows, keys['block_size']]
+        prints = [source.fingerprint for source in val_data.sources] if val_data else []
+        self.evaluated = [prints, windows, keys['block_size']]
         if saved and saved['evaluated'] == self.evaluated:
             self.step, self.val_loss, self.worse = saved['step'], saved['val_loss'], saved['worse']
 

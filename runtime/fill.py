@@ -219,7 +219,7 @@ def cautions(keys, n_windows):
 def plan_data(run):
     """Compute at which sequence each stage of a mixture begins, which depends on the run's length."""
     config = run.config
-    for split in (run.train_data, run.val_data):
+    for split in run.splits.values():
         split.plan(config.max_iters, config.global_batch_size)
     run.notes += run.train_data.lines()
 

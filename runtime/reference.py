@@ -87,7 +87,7 @@ def set_reference(model, run, saved, beat, say):
     """
     config = run.config
     path = os.path.join(config.out_dir, FILE)
-    mixtures = {'val': run.val_data} if config.eval_only else {'train': run.train_data, 'val': run.val_data}
+    mixtures = {'val': run.val_data} if config.eval_only else run.splits
     sources = [(mixture, source) for mixture in mixtures.values() for source in mixture.sources]
     # Two sources may have the same fingerprint, and with it the same windows.
     keys = [f'{split} {source.fingerprint}' for split, mixture in mixtures.items() for source in mixture.sources]
@@ -118,14 +118,14 @@ def refuse_other_pairs(config, path, split):
     these are there still; but a run that trains on goes on with the pairs it has."""
     if config.eval_only and config.lora_rank and not config.modules_to_save:
         return
-    other, advice = 'val_dataset' if split == 'val' else 'dataset', 'begin anew in another --out_dir'
     given = f'{path} has no reference of this {split} data'
     if config.eval_only:
         raise ValueError(
-            f'{given}, and the weights that the run began with are gone, unless it trains LoRA alone: give --{other} '
-            f'from the beginning, or measure both models with evaluate.py'
+            f'{given}, and the weights that the run began with are gone, unless it trains LoRA alone: give '
+            '--val_dataset and --eval_iters from the beginning, or measure both models with evaluate.py'
         )
-    raise ValueError(f'{given}: resume with the same --{other}, or {advice}')
+    other = 'the same --val_dataset, or --eval_iters=0' if split == 'val' else 'the same --dataset'
+    raise ValueError(f'{given}: resume with {other}, or begin anew in another --out_dir')
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ def open_prompts(run):
         )
     config.global_batch_size, config.eval_iters = answers, 0
     encoder = in_run.encoder_of_run(vars(config), run.pretrained)
-    run.train_data = run.val_data = Prompts(config, encoder, run.pretrained)
+    run.train_data = Prompts(config, encoder, run.pretrained)
 
 
 # --- ANSWERS ----------------------------------------------------------------------------------------------------------

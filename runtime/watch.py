@@ -89,7 +89,7 @@ class Watch:
 
             as_loaded = run.found is None if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
-                is_packed = run.train_data.has_starts or run.val_data.has_starts
+                is_packed = any(split.has_starts for split in run.splits.values())
                 with float8.paused(raw_model) if run.config.matmul_dtype else contextlib.nullcontext():
                     line = finetune.self_test(model, raw_model, run.pretrained, as_loaded, is_packed, run.device)
                 self.say(line)

@@ -346,6 +346,12 @@ def test_a_trained_run_is_evaluated_on_other_pairs_if_its_first_weights_are_ther
     (line,) = refusals([['train_dpo.py', *keys_of(folder, runs[0]['one'], *given)]])
     assert 'has no reference of this val data, and the weights that the run began with are gone' in line
 
+    own = folder / 'unvalidated'
+    fork_script('train_dpo.py', *keys_of(folder, own, '--dataset=new', '--eval_iters=0'))
+    assert column(own, 'loss') == column(runs[0]['one'], 'loss')
+    (line,) = refusals([['train_dpo.py', *keys_of(folder, own, '--dataset=new', '--val_dataset=pairs')]])
+    assert 'has no reference of this val data: resume with the same --val_dataset, or --eval_iters=0, or begin' in line
+
 
 # --- the pieces -------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ ends."""
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -165,6 +166,35 @@ def test_a_dataset_to_validate_on_needs_the_same_tokenizer(data_dir, tmp_path):
     (ended,) = fork_script('train_ddp.py', *keys, '--val_dataset=other', check=False)
     assert ended.returncode == 1 and 'val_dataset=other has the tokens of another tokenizer than' in ended.stderr
     assert '--val_fraction=0 --tokenizer=bytes' in ended.stderr
+
+
+UNVALIDATED = {
+    'ddp': (1, ['train_ddp.py']),
+    'torch': (2, ['train_fsdp.py']),
+    'pipeline': (3, ['train_pipeline.py']),
+    'diloco': (2, ['train_diloco.py', '--num_replicas=2', '--inner_steps=2']),
+    'pool': (1, ['train_pool.py', '--num_replicas=1', '--inner_steps=2', '--exchange={}/pool']),
+    'deepspeed': (2, ['train_deepspeed.py']),
+}
+
+
+@pytest.mark.parametrize('name', slow_but(['ddp', 'diloco'], UNVALIDATED))
+def test_a_run_that_evaluates_nothing_needs_no_text_for_it(prepared, tmp_path, name):
+    if name == 'deepspeed':
+        pytest.importorskip('deepspeed')
+    nproc, (script, *more) = UNVALIDATED[name]
+    keys = [script, *TINY_MODEL, *COMMON, *(key.format(tmp_path) for key in more), '--max_iters=2', '--log_interval=1']
+    keys += [f'--data_dir={prepared}', '--dataset=test', f'--out_dir={tmp_path}']
+    fork_script(*keys, '--eval_iters=0', nproc=nproc)
+    assert len(column(tmp_path, 'loss')) == 2 and column(tmp_path, 'val_loss') == []
+    needing = {
+        '--eval_iters=1': "no split 'val', it holds .* or on none, --eval_iters=0",
+        '--eval_only': 'eval_iters=0 with eval_only=True: expected 1 or more',
+        '--keep_best': 'keep_best=True with eval_iters=0: there is no val_loss to go by',
+    }
+    for asked, problem in needing.items() if name == 'ddp' else ():
+        (ended,) = fork_script(*keys, '--eval_iters=0', asked, check=False)
+        assert ended.returncode == 1 and re.search(problem, ended.stderr) and len(ended.stderr.splitlines()) == 1
 
 
 # --- the best checkpoint, and stopping early --------------------------------------------------------------------------
