@@ -213,15 +213,15 @@ class Pretrained:
         return f'{", ".join(modules)} would not be trained: {mend}'
 
     def never_trained(self, token):
-        """Which of frozen_of_tokens() have a row of this token that no training has set apart from those beside it. If
-        none has, that is no proof: spare rows may hold noise, which looks like what has been learned."""
+        """The names of frozen_of_tokens() if no training has set the token's row of one of them apart from those beside
+        it, else []. That proves nothing: spare rows may hold noise, which looks like what has been learned."""
         try:
             weights = Weights(self.weights_folder)
         except ValueError:  # no weights: a plan, or the run resumes from checkpoints
             return []
         model, frozen = self.frozen_of_tokens()
         found, _ = weights.find(model)
-        return [name for name in frozen if name in found and not weights.sets_apart(found[name], token)]
+        return frozen if any(name in found and not weights.sets_apart(found[name], token) for name in frozen) else []
 
     @property
     def added_rows(self):

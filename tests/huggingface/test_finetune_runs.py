@@ -725,8 +725,7 @@ def test_a_new_token_in_a_spare_row_that_nobody_trains_is_warned_of(with_tokens,
     folders, data_dir = with_tokens
     model = transformers.AutoModelForCausalLM.from_pretrained(folders['llama'])
     model.resize_token_embeddings(VOCABULARY + 61, mean_resizing=False)
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        torch.nn.init.normal_(module.weight.data[VOCABULARY:], std=spare)
+    torch.nn.init.normal_(model.get_input_embeddings().weight.data[VOCABULARY:], std=spare)
     padded = shutil.copytree(folders['llama'], tmp_path / 'padded')
     model.save_pretrained(padded)
     keys = [f'--data_dir={data_dir}', '--dataset=more', f'--init_from={padded}', f'--out_dir={tmp_path / "out"}']
