@@ -25,6 +25,7 @@ from text.sources import (
     check_holds_text,
     fields_of,
     is_template,
+    json_of,
     open_file,
     reason_of,
     rows_of_content,
@@ -303,7 +304,7 @@ def _rows(source, batches, offset, origin, work_per_row):
 
 def _as_json_lines(batch):
     """Each row of a record batch as JSON, encoded as bytes."""
-    return [json.dumps(row, ensure_ascii=False, default=str).encode('utf-8', 'replace') for row in batch.to_pylist()]
+    return [json_of(row).encode('utf-8', 'surrogateescape') for row in batch.to_pylist()]
 
 
 def _as_texts(batch, origin):
@@ -409,7 +410,7 @@ def _texts(piece, data, text_field, notes, conversation_of, any_row):
             yield text.encode()
         except UnicodeEncodeError:
             yield text.encode('utf-8', 'replace')
-            notes[f'{piece.origin}: halves of characters (surrogates), which became "?"'] += 1
+            notes[f'{piece.origin}: bytes that are not UTF-8, or half characters (surrogates), which became "?"'] += 1
 
 
 def _rows_of_jsonl(data, notes, origin):
@@ -437,7 +438,7 @@ def _rows_of_csv(data, notes, origin):
 
 def _row_of_columns(data, notes, origin):
     """The row of a columnar file in a piece, without nulls, since in such files each row has the keys of all rows."""
-    yield _without_nulls(json.loads(data))
+    yield _without_nulls(json.loads(data.decode('utf-8', 'surrogateescape')))
 
 
 def _without_nulls(value):
@@ -476,7 +477,7 @@ def _rows_of_yaml(data, notes, origin):
 def _as_json_has_it(row):
     """A row of YAML with only JSON's types; others, such as dates, become text."""
     try:
-        return json.loads(json.dumps(row, default=str))
+        return json.loads(json_of(row))
     except (TypeError, ValueError, RecursionError) as error:  # keys that are lists, or an alias within its own anchor
         raise ValueError('rows that JSON could not hold') from error
 

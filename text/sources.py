@@ -646,11 +646,21 @@ def _rows_of_columns(path, kind, chat_fields):
                 batch = batch and batch.select(read)
         if batch:
             batch.validate(full=True)
-        rows = batch.slice(0, ROWS_LOOKED_AT).to_pylist() if batch else []
+        rows = [json.loads(json_of(row)) for row in batch.slice(0, ROWS_LOOKED_AT).to_pylist()] if batch else []
     except (ValueError, OSError, pyarrow.ArrowException) as error:
         raise ValueError(f'damaged: {one_line(error)}') from error
     empty = {name: '' if name == 'text' else None for name in names}
     return [empty | row for row in rows or [{}]]
+
+
+def json_of(row):
+    """A row as JSON. Bytes become the text that they are in UTF-8, what is none of it surrogates; dates and other types
+    that JSON lacks become text, too."""
+
+    def text_of(value):
+        return value.decode('utf-8', 'surrogateescape') if isinstance(value, bytes) else str(value)
+
+    return json.dumps(row, ensure_ascii=False, default=text_of)
 
 
 def _schema_of(path, kind):

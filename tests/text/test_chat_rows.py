@@ -106,6 +106,24 @@ def test_contexts_systems_and_earlier_turns_are_part_of_the_question():
     assert read(history)['messages'] == TWO_TURNS
 
 
+def test_bytes_are_the_text_that_they_are_in_utf8(tmp_path):
+    texts = [{'role': role, 'content': 'ä'.encode()} for role in ('user', 'assistant')]
+    expected = chat_rows.conversation_of({'messages': messages_of([('user', 'ä'), ('assistant', 'ä')])})
+    other = [texts[0], {'role': 'assistant', 'content': b'\xe4'}]  # latin-1
+    rows = [{'messages': texts, 'hash': b'\xff'}, {'messages': other, 'hash': b'\xff'}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
+    (tmp_path / 'rows.yaml').write_text(yaml.safe_dump(rows))
+    for kind in ('parquet', 'yaml'):
+        (first, second), notes = texts_of(sources.find_source(str(tmp_path / f'rows.{kind}')))
+        assert first == expected and second == expected.replace('ä"}]', '?"}]')
+        assert [(count, 'bytes that are not UTF-8' in note) for note, count in notes.items()] == [(1, True)]
+    fields = [{'question': b'q', 'answer': b'a', 'image': image} for image in ({'bytes': b'\xff'}, None)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(fields), tmp_path / 'fields.parquet')
+    documents, notes = texts_of(sources.find_source(str(tmp_path / 'fields.parquet')))
+    assert documents == [chat_rows.conversation_of({'messages': QA})]
+    assert [note for note in notes if "with the field 'image'" in note]
+
+
 def test_fields_of_other_names_are_read_by_chat_fields():
     assert read({'source': 'q', 'target': 'a', 'id': 1}, ('source', 'target'))['messages'] == QA
     assert read({'a': 'in a book', 'b': 'q', 'c': 'a'}, ('a', 'b', 'c'))['messages'][0]['content'] == 'in a book\n\nq'
