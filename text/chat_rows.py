@@ -480,11 +480,17 @@ def _message_of(message, number, roles):
     those that are known."""
     if isinstance(message, str):
         return {'role': QA_ROLES[number % 2], 'content': message}
-    message = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    if not isinstance(message, dict):
+        raise ValueError('rows with a message that is no object')
+    message = {key: value for key, value in message.items() if value is not None}
     fields = ', '.join(key for key in message if message[key])[:60] or 'no fields'
     if 'role' not in message and isinstance(message.get('from'), str):
         message = {'role': message.pop('from'), 'content': message.pop('value', None), **message}
+    elif 'content' not in message and isinstance(message.get('value'), str):
+        message['content'] = message.pop('value')
     name, role = message.get('role'), _role_of(message, roles)
+    if role is None and name is not None:
+        raise ValueError('rows with a message whose role is no text')
     if role is None:
         raise ValueError(f'rows with a message that has no role (it has: {fields}): {KEYS_OF_MESSAGES}')
     if role not in ROLES:
@@ -504,8 +510,15 @@ def _message_of(message, number, roles):
     if not isinstance(calls, list):
         raise ValueError('rows whose tool_calls are no list')
     calls = [_call_of(call) for call in calls or others]
-    if not isinstance(content, str) and (content is not None or not calls):
-        raise ValueError(f'rows with a message that has no content (it has: {fields}): {KEYS_OF_MESSAGES}')
+    if not isinstance(content, (str, type(None))):
+        kind = {dict: 'an object', bool: 'true or false'}.get(type(content), 'a number')
+        raise ValueError(f'rows with a message whose content is {kind}: write it as a text')
+    if content is None and not calls:
+        if 'refusal' in message:
+            raise ValueError('rows with a message that has a refusal and no content: make it the content')
+        may_be_content = any(isinstance(text, str) and key not in (*SAID, 'id') for key, text in message.items())
+        advice = f': {KEYS_OF_MESSAGES}' if may_be_content else ''
+        raise ValueError(f'rows with a message that has no content (it has: {fields}){advice}')
     if message.get('weight', 1) not in (0, 1):
         raise ValueError('rows with a weight that is neither 0 nor 1')
     # Keys in the order of OpenAI's format, always, because the hash of a conversation chooses its split.

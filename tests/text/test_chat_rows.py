@@ -85,6 +85,7 @@ ROWS = {
     'math': {'problem': 'q', 'solution': 'a', 'level': 5},
     'flan, aya': {'inputs': 'q', 'targets': 'a'},
     'squad': {'id': '1', 'context': '', 'question': 'q', 'answers': {'text': ['a', 'also a'], 'answer_start': [1, 2]}},
+    'role and value': {'messages': [{'role': 'user', 'value': 'q'}, {'role': 'assistant', 'value': 'a'}]},
     'magpie': {'uuid': '1', 'instruction': 'q', 'response': 'a', 'conversations': QA},
 }
 
@@ -160,6 +161,12 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, '--chat_fields=prompt,chosen'),
         ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
         ({'prompt': 'q', 'completion': 'bad', 'label': False}, 'marked as a bad one'),
+        ({'messages': [QA[0], None, QA[1]]}, 'a message that is no object'),
+        ({'messages': [QA[0], {'role': 7, 'content': 'a'}]}, 'role is no text'),
+        ({'messages': [*QA, {'role': 'tool', 'content': {'t': 20}}, QA[1]]}, 'content is an object: write it'),
+        ({'messages': [QA[0], {'role': 'assistant', 'content': 18}]}, 'content is a number: write it as a text'),
+        ({'messages': [QA[0], {**QA[1], 'content': None, 'refusal': 'no'}]}, 'a refusal and no content'),
+        ({'messages': [QA[0], {'from': 'gpt', 'value': None}]}, 'no content (it has: from)'),
         ({'question': 'q', 'choices': ['a', 'b'], 'answer': 'a'}, 'rows with choices'),
         ({'question': 'q', 'answer': 18}, 'answer is no text'),
         ({'question': 'q', 'context': '', 'answers': {'text': []}}, "without an assistant's answer"),
@@ -168,6 +175,7 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'messages': '[{"role": '}, 'messages are no list'),
     ):
         assert reason in refused(row), row
+    assert not refused({'messages': [QA[0], {'from': 'gpt'}]}).endswith(chat_rows.KEYS_OF_MESSAGES)  # they are right
     assert read({'messages': QA, 'images': [], 'audio': None})['messages'] == QA
     assert read({'messages': QA, 'chosen': QA, 'rejected': QA})['messages'] == QA  # UltraFeedback says which is learned
 
