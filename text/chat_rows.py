@@ -161,7 +161,7 @@ def question_of(row):
 
 
 def _refuse_media(row):
-    if found := next((name for name in MEDIA if row.get(name)), None):
+    if found := next((name for name in MEDIA if _parsed(row.get(name))), None):
         raise ValueError(
             f'rows with the field {found!r}, and only text is learned: leave the field out if that suffices'
         )
@@ -369,9 +369,13 @@ def _keys_of(objects):
     return ', '.join(map(str, objects[0]))[:60]
 
 
+def _has_choices(row):
+    return any(_parsed(row.get(name)) for name in CHOICES)
+
+
 def _pair_in(row):
     """The names of the fields of a row's question and answer; None if it has none, or if it also has choices."""
-    if any(row.get(name) is not None for name in CHOICES):
+    if _has_choices(row):
         return None
     for question, answer in PAIRS:
         if isinstance(row.get(question), (str, list)) and isinstance(row.get(answer), (str, list, dict)):
@@ -394,7 +398,7 @@ def _messages_of(row, fields):
     pair = next((pair for pair in PAIRS if all(name in row for name in pair)), None)
     if pair is None:
         raise ValueError(f'rows that are {NO_CONVERSATIONS}')
-    if any(name in row for name in CHOICES):
+    if _has_choices(row):
         raise ValueError('rows with choices, which are for evaluate.py: --chat_fields names what is read of them')
     if row.get('label') is False:
         raise ValueError('rows whose answer is marked as a bad one (label: false)')
@@ -418,11 +422,11 @@ def _list_of(value):
 
 def _asked_in(row, questions):
     """The messages in these fields of a row, which hold texts or lists of messages; none of them is learned."""
-    messages = []
-    for turn in row.get('history') or []:  # as in Alpaca's format: earlier questions and answers
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise ValueError('rows whose history is no list of questions and answers')
-        messages += [{'role': role, 'content': text} for role, text in zip(QA_ROLES, turn, strict=True)]
+    history = (_parsed(row['history']) or []) if 'history' in row else []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise ValueError('rows whose history is no list of questions and answers')
+    # As in Alpaca's format: earlier questions and answers.
+    messages = [{'role': role, 'content': text} for turn in history for role, text in zip(QA_ROLES, turn, strict=True)]
     prompt = _as_messages(row[questions[0]])
     if prompt is not None:
         for message in prompt:
@@ -445,13 +449,14 @@ def _turns_of(row, questions, answer):
     calls = _parsed(row[answer])
     if 'tools' in row and isinstance(calls, list) and calls and all(isinstance(call, dict) for call in calls):
         return [*messages, {'role': 'assistant', 'tool_calls': calls}]  # as in xLAM
-    text = row[answer]
-    text = text.get('text', []) if isinstance(text, dict) else text  # as in SQuAD
-    if isinstance(text, list) and all(isinstance(one, str) for one in text):  # several right answers: take the first
-        if not text:
+    right = _parsed(row[answer]) if answer == 'answers' else row[answer]
+    right = right.get('text') if isinstance(right, dict) else right  # as in SQuAD
+    if isinstance(right, list) and all(isinstance(one, str) for one in right):  # several right answers: take the first
+        if not right:
             raise ValueError("rows without an assistant's answer")
-        text = text[0]
-    if not isinstance(text, str):
+        right = right[0]
+    text = next((one for one in (right, row[answer]) if isinstance(one, str)), None)
+    if text is None:
         raise ValueError(f'rows whose {answer} is no text')
     return [*messages, {'role': 'assistant', 'content': text}]
 
@@ -571,9 +576,9 @@ def tools_of(row):
 
 
 def _parsed(value):
-    """The list or object that a string of JSON holds; columnar files store in this way what differs from row to row.
-    Any other value unchanged."""
-    if isinstance(value, str) and value.lstrip()[:1] in ('[', '{'):
+    """The list, object or null that a string of JSON holds; columnar files store in this way what differs from row to
+    row. Any other value unchanged."""
+    if isinstance(value, str) and (value.lstrip()[:1] in ('[', '{') or value.strip() == 'null'):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):

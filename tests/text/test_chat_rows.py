@@ -19,6 +19,7 @@ from text import chat_rows, sources
 from text import documents as reading
 
 QA = messages_of([('user', 'q'), ('assistant', 'a')])
+ALPACA = {'instruction': 'q', 'input': '', 'output': 'a'}
 TWO_TURNS = messages_of([('user', 'q'), ('assistant', 'a'), ('user', 'q2'), ('assistant', 'a2')])
 TOOL = {'type': 'function', 'function': {'name': 'weather_in', 'description': 'now', 'parameters': {'type': 'object'}}}
 CALL = {'type': 'function', 'function': {'name': 'weather_in', 'arguments': {'city': 'Zürich', 'unit': None}}}
@@ -77,7 +78,7 @@ ROWS = {
     'parts': {'messages': [QA[0], {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a', 'x': None}]}]},
     'prompt, completion': {'prompt': 'q', 'completion': 'a', 'label': True},
     'prompt, response': {'prompt': 'q', 'response': 'a'},
-    'alpaca': {'instruction': 'q', 'input': '', 'output': 'a'},
+    'alpaca': ALPACA,
     'dolly': {'instruction': 'q', 'context': '', 'response': 'a', 'category': 'qa'},
     'gsm8k': {'question': 'q', 'answer': 'a'},
     'openorca': {'id': 1, 'system_prompt': '', 'question': 'q', 'response': 'a'},
@@ -85,6 +86,8 @@ ROWS = {
     'math': {'problem': 'q', 'solution': 'a', 'level': 5},
     'flan, aya': {'inputs': 'q', 'targets': 'a'},
     'squad': {'id': '1', 'context': '', 'question': 'q', 'answers': {'text': ['a', 'also a'], 'answer_start': [1, 2]}},
+    'squad in a table': {'question': 'q', 'answers': '{"text": ["a", "also a"], "answer_start": [1, 2]}'},
+    'empty fields of a table': {**dict.fromkeys(('history', 'images', 'choices'), '[]'), 'tools': 'null', **ALPACA},
     'role and value': {'messages': [{'role': 'user', 'value': 'q'}, {'role': 'assistant', 'value': 'a'}]},
     'magpie': {'uuid': '1', 'instruction': 'q', 'response': 'a', 'conversations': QA},
 }
@@ -103,8 +106,8 @@ def test_contexts_systems_and_earlier_turns_are_part_of_the_question():
     assert read(squad)['messages'][0]['content'] == 'q\n\nwhere'
     orca = {'system_prompt': 'be kind', 'question': 'q', 'response': 'a'}
     assert read(orca)['messages'] == [{'role': 'system', 'content': 'be kind'}, *QA]
-    history = {'instruction': 'q2', 'output': 'a2', 'history': [['q', 'a']]}
-    assert read(history)['messages'] == TWO_TURNS
+    for history in ([['q', 'a']], '[["q", "a"]]'):
+        assert read({'instruction': 'q2', 'output': 'a2', 'history': history})['messages'] == TWO_TURNS
 
 
 def test_bytes_are_the_text_that_they_are_in_utf8(tmp_path):
@@ -161,6 +164,7 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, '--chat_fields=prompt,chosen'),
         ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
         ({'prompt': 'q', 'completion': 'bad', 'label': False}, 'marked as a bad one'),
+        ({**ALPACA, 'history': 5}, 'history is no list'),
         ({'messages': [QA[0], None, QA[1]]}, 'a message that is no object'),
         ({'messages': [QA[0], {'role': 7, 'content': 'a'}]}, 'role is no text'),
         ({'messages': [*QA, {'role': 'tool', 'content': {'t': 20}}, QA[1]]}, 'content is an object: write it'),
