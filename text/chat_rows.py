@@ -201,9 +201,12 @@ def pair_of(row):
     if missing := [name for name in PREFERENCES if name not in row]:
         raise ValueError(ONE_ANSWER if 'label' in row else f'rows without the field {missing[0]!r}')
     _refuse_media(row)
-    if isinstance(begun := row.get(BEGUN), str):
-        row |= {name: begun + row[name] for name in PREFERENCES if isinstance(row[name], str) and row[name].strip()}
-    answers = [_answer_in(row[name]) for name in PREFERENCES]
+    if isinstance(row.get(BEGUN), str):
+        begun, texts = row[BEGUN], [name for name in PREFERENCES if isinstance(row[name], str) and row[name].strip()]
+        row.update({name: begun + row[name] for name in texts})
+    asked = [row.get(name) for name in ASKED]
+    asked = [text.strip() for text in asked if isinstance(text, str) and _as_messages(text) is None]
+    answers = [_answer_in(row[name], asked) for name in PREFERENCES]
     prompt = []
     if all(_role_of(messages[0], ROLES | SUPPORT) == 'assistant' for messages in answers if messages):
         prompt = _prompt_beside(row)
@@ -250,17 +253,19 @@ def _differ(one, other):
     return any(one.get(key) != other.get(key) for key in SAID)
 
 
-def _answer_in(value):
-    """The messages of a row's chosen or rejected field."""
-    messages = _parsed(value)
-    if isinstance(messages, dict):
-        messages = [messages]
-    is_text = isinstance(value, str) and _as_messages(messages) is None  # JSON may be what the answer says
-    if isinstance(messages, list) and not is_text:
-        return _list_of(messages)
-    if not isinstance(value, str):
+def _answer_in(value, asked):
+    """The messages of a row's chosen or rejected field. asked: the texts of what it answers. JSON beside these is what
+    the answer says, unless it holds one of them, as a whole conversation does."""
+    if isinstance(value, str):
+        messages = _as_messages(f'[{value}]' if value.lstrip()[:1] == '{' else value)
+        said = [message.get('content', message.get('value')) for message in messages or []]
+        if messages and asked and not any(isinstance(text, str) and text.strip() in asked for text in said):
+            messages = None
+        return messages or _in_transcript(value) or [{'role': 'assistant', 'content': value}]
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list):
         raise ValueError('rows whose chosen or rejected is no text and no list of messages')
-    return _in_transcript(value) or [{'role': 'assistant', 'content': value}]
+    return _list_of(messages)
 
 
 def _in_transcript(text):
@@ -291,7 +296,8 @@ def row_of(value):
 def _are_messages(value):
     """Whether a value is a list of messages, by their keys."""
     is_list = isinstance(value, list) and value and all(_role_of(message) is not None for message in value)
-    return bool(is_list) and all({'content', 'value'} & set(message) for message in value)
+    says = {'content', 'value', 'tool_calls', 'function_call'}
+    return bool(is_list) and all(says & set(message) for message in value)
 
 
 def fields_read(names, fields=()):
@@ -443,11 +449,13 @@ def _asked_in(row, questions):
 def _turns_of(row, questions, answer):
     """The messages of a row with these fields, which hold texts or lists of messages; the last field is learned."""
     messages = _asked_in(row, questions)
-    completion = _as_messages(row[answer])
+    # JSON as the answer to a text is what is to be learned; beside messages it is how tables write them.
+    is_text = isinstance(row[answer], str) and _as_messages(row[questions[0]]) is None
+    completion = None if is_text else _as_messages(row[answer])
     if completion is not None:
         return messages + completion
     calls = _parsed(row[answer])
-    if 'tools' in row and isinstance(calls, list) and calls and all(isinstance(call, dict) for call in calls):
+    if 'tools' in row and _are_objects(calls) and all({'name', 'function'} & set(call) for call in calls):
         return [*messages, {'role': 'assistant', 'tool_calls': calls}]  # as in xLAM
     right = _parsed(row[answer]) if answer == 'answers' else row[answer]
     right = right.get('text') if isinstance(right, dict) else right  # as in SQuAD
@@ -462,8 +470,12 @@ def _turns_of(row, questions, answer):
 
 
 def _as_messages(value):
-    """The value if it is a list of messages, which may be given as JSON; else None."""
-    value = _parsed(value)
+    """The value if it is a list of messages, else None. Of a text, the list that it writes as JSON, if that can hardly
+    be anything else: each element says who speaks and what, and some role is known."""
+    if isinstance(value, str):
+        messages = _parsed(value)
+        is_chat = _are_messages(messages) and any(_role_of(message, ROLES | SUPPORT) in ROLES for message in messages)
+        return messages if is_chat else None
     is_list = isinstance(value, list) and value and all(_role_of(message) is not None for message in value)
     return value if is_list else None
 

@@ -110,6 +110,24 @@ def test_contexts_systems_and_earlier_turns_are_part_of_the_question():
         assert read({'instruction': 'q2', 'output': 'a2', 'history': history})['messages'] == TWO_TURNS
 
 
+def test_json_is_the_answer_to_a_text_and_messages_beside_messages():
+    dialog = json.dumps(QA)
+    for text in ('[{"from":"Rome","to":"Oslo"}]', '[{"role":"manager","name":"Anna"}]', dialog):
+        for names in (('prompt', 'completion'), ('instruction', 'output')):
+            assert read(dict(zip(names, ('q', text), strict=True)))['messages'] == [QA[0], {**QA[1], 'content': text}]
+        pair = json.loads(chat_rows.pair_of({'prompt': 'write it', 'chosen': text, 'rejected': 'b'}))
+        assert pair['chosen']['messages'][1] == {**QA[1], 'content': text}
+    route = '[{"from": "Rome", "value": 3}]'
+    assert read({'query': 'q', 'answer': route, 'tools': [TOOL]})['messages'][1]['content'] == route  # and no tool call
+    assert read({'prompt': route, 'completion': 'a'})['messages'][0]['content'] == route
+    assert chat_rows.question_of({'prompt': route})['messages'] == [{**QA[0], 'content': route}]
+    as_json = {'prompt': json.dumps(QA[:1]), 'completion': json.dumps(QA[1:])}
+    assert read(as_json)['messages'] == read({**as_json, 'prompt': QA[:1]})['messages'] == QA
+    assert chat_rows.question_of(as_json)['messages'] == QA[:1]
+    whole = {'prompt': 'q', 'chosen': dialog, 'rejected': json.dumps([QA[0], {**QA[1], 'content': 'b'}])}
+    assert json.loads(chat_rows.pair_of(whole))['chosen']['messages'] == QA
+
+
 def test_bytes_are_the_text_that_they_are_in_utf8(tmp_path):
     texts = [{'role': role, 'content': 'ä'.encode()} for role in ('user', 'assistant')]
     expected = chat_rows.conversation_of({'messages': messages_of([('user', 'ä'), ('assistant', 'ä')])})
