@@ -12,6 +12,7 @@ A row is either read as it is meant or refused with a ValueError that says why. 
 prepare_data.py can count how many rows were left out for each reason.
 """
 
+import contextlib
 import json
 import re
 
@@ -47,7 +48,7 @@ TREE = ('parent_id', 'role')  # in rows that are single messages (OpenAssistant)
 MEDIA = ('image', 'images', 'audio', 'audios', 'video', 'videos')  # beside a text that cannot be answered without them
 BESIDE_MESSAGES = (*SYSTEMS, 'tools', 'functions', 'chat_template_kwargs')  # what the template gets with them
 BESIDE = (*CONTEXTS, *CHOICES, *PREFERENCES, BEGUN, *MEDIA, 'history', 'label', *BESIDE_MESSAGES)
-CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that are read
+CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that are known
 
 OTHER_FIELDS = '--chat_fields=QUESTION,ANSWER or --chat_fields=LIST_OF_MESSAGES'
 FORMATS_IN_WORDS = (
@@ -94,6 +95,21 @@ THINK_TAG = re.compile('</?think>')
 TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of a content's parts that are text
 
 
+class Row(dict):
+    """A row without its nulls. `read` has the fields that were taken as row[name], and not those only looked for; a Row
+    that is made of another notes them there, too."""
+
+    def __init__(self, row):
+        if not isinstance(row, dict):
+            raise ValueError('rows that are no JSON objects')
+        super().__init__({name: value for name, value in row.items() if value is not None})
+        self.read = row.read if isinstance(row, Row) else set()
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
 def conversation_of(row, fields=(), train_on_input=False):
     """
     A row of instruction data as the JSON text of {'messages': [...]}, with 'tools' and 'chat_template_kwargs' if it has
@@ -108,9 +124,7 @@ def conversation_of(row, fields=(), train_on_input=False):
     question, which are joined by an empty line, and as the last one the answer. train_on_input: all messages are
     learned, so none is left out and none has a weight. Raises ValueError with the reason if the row cannot be learned.
     """
-    if not isinstance(row, dict):
-        raise ValueError('rows that are no JSON objects')
-    row = {name: value for name, value in row.items() if value is not None}
+    row = Row(row)
     if not fields:
         _refuse_media(row)
     conversation = _in_one_form(_messages_of(row, fields), row)
@@ -145,15 +159,13 @@ def question_of(row):
     answer, which stand in one of LISTS or else in `prompt`, perhaps with a system message, tools and
     chat_template_kwargs.
     Raises ValueError with the reason if it is none."""
-    if not isinstance(row, dict):
-        raise ValueError('rows that are no JSON objects')
-    row = {name: value for name, value in row.items() if value is not None}
+    row = Row(row)
     given = next((name for name in (*LISTS, 'prompt') if name in row), None)  # the first, as in conversation_of()
     if given is None:
         raise ValueError('rows without messages or a prompt')
     _refuse_media(row)
     is_text = given == 'prompt' and isinstance(row['prompt'], str) and _as_messages(row['prompt']) is None
-    messages = [{'role': 'user', 'content': row['prompt']}] if is_text else _list_of(row[given])
+    messages = [{'role': 'user', 'content': row['prompt']}] if is_text else _list_in(row, given)
     conversation = _in_one_form(messages, row)
     if not messages or conversation['messages'][-1]['role'] == 'assistant':
         raise ValueError('rows that end with an answer in place of a question')
@@ -171,13 +183,15 @@ def _in_one_form(messages, row):
     """{'messages', 'tools', 'chat_template_kwargs'} of a row with these messages, as conversation_of() has them."""
     roles = _known_roles(messages)
     messages = [_message_of(message, number, roles) for number, message in enumerate(messages)]
-    system = next((row[name] for name in SYSTEMS if row.get(name)), None)
-    if isinstance(system, str) and messages and messages[0]['role'] not in INSTRUCTIONS:
-        messages = [{'role': 'system', 'content': system}, *messages]
+    if messages and messages[0]['role'] not in INSTRUCTIONS:
+        name = next((name for name in SYSTEMS if name in row and row[name]), None)
+        if name and not isinstance(row[name], str):
+            raise ValueError(f'rows whose {name} is no text')
+        messages = [{'role': 'system', 'content': row[name]}, *messages] if name else messages
     conversation = {'messages': messages}
     if tools := tools_of(row):
         conversation['tools'] = tools
-    options = _parsed(row.get('chat_template_kwargs'))
+    options = _parsed(row['chat_template_kwargs']) if 'chat_template_kwargs' in row else None
     if options and not isinstance(options, dict):
         raise ValueError('rows whose chat_template_kwargs are no dict')
     if options:
@@ -195,9 +209,7 @@ def pair_of(row):
     what both begin with is the prompt, whatever the row's other fields are; or they are answers, texts or messages, to
     what stands in ASKED or in one of LISTS. Raises ValueError with the reason if the row is no such pair.
     """
-    if not isinstance(row, dict):
-        raise ValueError('rows that are no JSON objects')
-    row = {name: value for name, value in row.items() if value is not None}
+    row = Row(row)
     if missing := [name for name in PREFERENCES if name not in row]:
         raise ValueError(ONE_ANSWER if 'label' in row else f'rows without the field {missing[0]!r}')
     _refuse_media(row)
@@ -284,7 +296,7 @@ def _prompt_beside(row):
     if isinstance(row[given], str) and (messages := _in_transcript(row[given])):
         return messages[:-1] if messages[-1]['role'] == 'assistant' and not messages[-1]['content'] else messages
     if given in LISTS:
-        return _list_of(row[given])
+        return _list_in(row, given)
     return _asked_in(row, [given, *(name for name in CONTEXTS if name in row and name != given)])
 
 
@@ -300,10 +312,23 @@ def _are_messages(value):
     return bool(is_list) and all(says & set(message) for message in value)
 
 
-def fields_read(names, fields=()):
-    """The field names of a row that belong to a conversation and are read, in the row's order."""
-    wanted = {*fields, *BESIDE_MESSAGES} if fields and fields != PREFERENCES else {*CHAT_FIELDS}
+def fields_known(names, fields=()):
+    """The field names of a row that may belong to a conversation, in the row's order."""
+    wanted = {*fields, 'history', *BESIDE_MESSAGES} if fields and fields != PREFERENCES else {*CHAT_FIELDS}
     return [name for name in names if name in wanted]
+
+
+def fields_read(rows, fields=()):
+    """The names of those fields that are read in some of these rows."""
+    read = set()
+    for row in map(Row, rows):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # rows of YAML may hold what JSON cannot
+            if fields == PREFERENCES:
+                labelled_of(row) if are_labelled(row) else pair_of(row)
+            else:
+                conversation_of(row, fields)
+        read |= row.read
+    return read
 
 
 def has_chat_fields(names, fields=()):
@@ -398,7 +423,7 @@ def _messages_of(row, fields):
         return _list_of(row[fields[0]]) if len(fields) == 1 else _turns_of(row, fields[:-1], fields[-1])
     name = next((name for name in LISTS if name in row), None)
     if name:
-        return _list_of(row[name])
+        return _list_in(row, name)
     if all(row.get(name) for name in PREFERENCES):
         raise ValueError(PREFERENCE_PAIRS)
     pair = next((pair for pair in PAIRS if all(name in row for name in pair)), None)
@@ -409,6 +434,13 @@ def _messages_of(row, fields):
     if row.get('label') is False:
         raise ValueError('rows whose answer is marked as a bad one (label: false)')
     return _turns_of(row, [pair[0], *(name for name in CONTEXTS if name in row)], pair[1])
+
+
+def _list_in(row, name):
+    """The messages of this field of a row, which has to hold all of them."""
+    if _parsed(row.get('history')):
+        raise ValueError(f'rows with a history beside {name}: put it into {name}, or leave it out')
+    return _list_of(row[name])
 
 
 def _list_of(value):
@@ -435,6 +467,11 @@ def _asked_in(row, questions):
     messages = [{'role': role, 'content': text} for turn in history for role, text in zip(QA_ROLES, turn, strict=True)]
     prompt = _as_messages(row[questions[0]])
     if prompt is not None:
+        if beside := next((name for name in questions[1:] if row[name]), None):
+            raise ValueError(
+                f'rows with {beside} beside a {questions[0]} that is a list of messages: put it into one of these, or '
+                'leave it out'
+            )
         for message in prompt:
             is_answer = _role_of(message, ROLES | SUPPORT) == 'assistant'
             messages.append({**message, 'weight': 0} if is_answer else message)
@@ -578,7 +615,8 @@ def _call_of(call):
 
 def tools_of(row):
     """The tools of a row in OpenAI's format."""
-    tools = _parsed(row.get('tools', row.get('functions'))) or []
+    name = next((name for name in ('tools', 'functions') if name in row), None)
+    tools = (_parsed(row[name]) if name else None) or []
     if not isinstance(tools, list):
         raise ValueError('rows whose tools are no list')
     tools = [_parsed(tool) for tool in tools]

@@ -36,6 +36,7 @@ from text.chat_rows import (
     PREFERENCES,
     TREE,
     are_labelled,
+    fields_known,
     fields_read,
     has_chat_fields,
     holds_conversation,
@@ -108,7 +109,7 @@ class Source:
 
     def columns(self, names):
         """Which of a columnar file's or stream's columns are read."""
-        return fields_read(names, self.chat_fields) if self.chat else fields_of(self.text_field or 'text')
+        return fields_known(names, self.chat_fields) if self.chat else fields_of(self.text_field or 'text')
 
 
 # --- finding a source -------------------------------------------------------------------------------------------------
@@ -320,7 +321,10 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     # A .json file of one object, beside other files, may be settings.
     are_rows = {'jsonl': 1, 'json': 2 if len(found) > 1 else 1}
     lists = [rows for part, _, rows in found if len(rows) >= are_rows.get(part.kind, sys.maxsize)]
-    line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
+    if chat:
+        line = _how_chats_are_read(source, names, [row for _, _, rows in found for row in rows])
+    else:
+        line = _how_read([row for rows in lists for row in rows], said_text)
     warning = None
     if not chat and not said_text:
         kept = {part.path for part in parts}
@@ -388,21 +392,22 @@ def _lack_of(text_field, fields):
     )
 
 
-def _how_read(source, names, rows, said_text):
-    """A line that says how rows are read, or None if that is obvious. names: all fields. rows: some rows of files in
-    which rows may lack the field 'text'."""
-    if source.chat:
-        read = source.columns(names)
-        others = [name for name in names if name not in read]
-        aside = f'; not read: {_listed(others)}' if others else ''
-        if source.chat_fields == PREFERENCES:
-            what = (
-                'good and bad answers, to be joined to pairs'
-                if source.labelled
-                else 'pairs of a better and a worse answer'
-            )
-            return f'rows are {what}, by their {", ".join(read)}{aside}'
-        return f'rows are conversations, by their {", ".join(read)}{aside} (--chat=False learns all strings as text)'
+def _how_chats_are_read(source, names, rows):
+    """A line that says how the rows of a source of conversations are read. names: all fields. rows: the first ones."""
+    read = fields_read(rows, source.chat_fields)
+    others = [name for name in names if name not in read]
+    by = f', by their {", ".join(name for name in names if name in read)}' if read else ''
+    by += f'; not read: {_listed(others)}' if others else ''
+    if source.labelled:
+        return f'rows are good and bad answers, to be joined to pairs{by}'
+    if source.chat_fields == PREFERENCES:
+        return f'rows are pairs of a better and a worse answer{by}'
+    return f'rows are conversations{by} (--chat=False learns all strings as text)'
+
+
+def _how_read(rows, said_text):
+    """A line that says how texts are read, or None if that is obvious. rows: some rows of files in which rows may lack
+    the field 'text'."""
     without = next((row for row in rows if not isinstance(row.get('text'), str)), None)
     if said_text or without is None:
         return None
@@ -686,7 +691,7 @@ def check_holds_text(origin, name, kind):
 
 def _fields_looked_at(names, chat_fields):
     """The columns by which _are_conversations() decides; [] if there is nothing to decide."""
-    read = fields_read(names, chat_fields) + [name for name in TREE if name in names]
+    read = fields_known(names, chat_fields) + [name for name in TREE if name in names]
     return read and [name for name in names if name in read or name == 'text']
 
 
@@ -799,8 +804,9 @@ def stream_source(stream, description, text_field=None, chat=None, chat_fields=(
     find_source()."""
     names, rows, chat_fields = stream.column_names, [], tuple(chat_fields)
     may_be_chat = names is not None and _fields_looked_at(names, chat_fields)
-    if names is None or (chat is None and text_field is None and may_be_chat):
-        rows = list(itertools.islice(stream, ROWS_LOOKED_AT))
+    if names is None or (may_be_chat and (chat or (chat is None and text_field is None))):
+        looked_at = stream.select_columns(may_be_chat) if names else stream
+        rows = [json.loads(json_of(row)) for row in itertools.islice(looked_at, ROWS_LOOKED_AT)]
         names = names or list(dict.fromkeys(name for row in rows for name in row))
     if chat is None:
         chat = text_field is None and _are_conversations({description['name']: rows})
@@ -813,7 +819,7 @@ def stream_source(stream, description, text_field=None, chat=None, chat_fields=(
     n_rows = splits[description['split']].num_examples if description['split'] in splits else None
     labelled = chat_fields == PREFERENCES and are_labelled(names)
     source = Source(description, parts, n_rows, text_field, bool(chat), chat_fields, labelled)
-    source.line = _how_read(source, names, [], True)
+    source.line = _how_chats_are_read(source, names, rows) if chat else None
     source.stream = stream.select_columns(source.columns(names)).with_format('arrow')
     return source
 

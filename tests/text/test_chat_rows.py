@@ -128,6 +128,28 @@ def test_json_is_the_answer_to_a_text_and_messages_beside_messages():
     assert json.loads(chat_rows.pair_of(whole))['chosen']['messages'] == QA
 
 
+@pytest.mark.parametrize(
+    ('row', 'read_of_it'),
+    [
+        ({'instruction': 'i', 'question': 'q', 'answer': 'a'}, ['question', 'answer']),
+        ({'context': 'c', 'messages': QA}, ['messages']),
+        ({'messages': QA, 'conversations': QA}, ['messages']),
+        ({'system': 's', 'messages': [{'role': 'system', 'content': 't'}, *QA]}, ['messages']),
+        ({'system_prompt': '', 'question': 'q', 'response': 'a'}, ['system_prompt', 'question', 'response']),
+        ({'system': 's', 'tools': [], 'messages': QA, 'images': []}, ['system', 'tools', 'messages']),
+        ({**ALPACA, 'history': [['q', 'a']]}, ['instruction', 'input', 'output', 'history']),
+    ],
+)
+def test_the_first_line_names_the_fields_that_are_read_and_no_others(row, read_of_it, tmp_path):
+    write_rows(tmp_path / 'rows.jsonl', [row] * 3)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 3), tmp_path / 'rows.parquet')
+    others = ', '.join(name for name in row if name not in read_of_it)
+    by = ', '.join(read_of_it) + (f'; not read: {others}' if others else '')
+    for kind in ('jsonl', 'parquet'):
+        line = sources.find_source(str(tmp_path / f'rows.{kind}')).line
+        assert line.startswith(f'rows are conversations, by their {by} (--chat=False')
+
+
 def test_bytes_are_the_text_that_they_are_in_utf8(tmp_path):
     texts = [{'role': role, 'content': 'ä'.encode()} for role in ('user', 'assistant')]
     expected = chat_rows.conversation_of({'messages': messages_of([('user', 'ä'), ('assistant', 'ä')])})
@@ -182,6 +204,9 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, '--chat_fields=prompt,chosen'),
         ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
         ({'prompt': 'q', 'completion': 'bad', 'label': False}, 'marked as a bad one'),
+        ({'messages': QA, 'system': ['be kind']}, 'system is no text'),
+        ({'messages': QA, 'history': [['q', 'a']]}, 'a history beside messages'),
+        ({'prompt': QA[:1], 'completion': 'a', 'context': 'where'}, 'context beside a prompt that is a list'),
         ({**ALPACA, 'history': 5}, 'history is no list'),
         ({'messages': [QA[0], None, QA[1]]}, 'a message that is no object'),
         ({'messages': [QA[0], {'role': 7, 'content': 'a'}]}, 'role is no text'),
