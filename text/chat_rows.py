@@ -130,7 +130,8 @@ def conversation_of(row, fields=(), train_on_input=False):
     conversation = _in_one_form(_messages_of(row, fields), row)
     messages = conversation['messages']
     if train_on_input:
-        if any(message.get('weight') == 0 for value in row.values() for message in _as_messages(value) or ()):
+        lists = [objects for name, objects in _lists_of_objects(row).items() if name in row.read]
+        if any(message.get('weight') == 0 for objects in lists for message in objects):
             raise ValueError(
                 'rows with a weight of 0, beside --train_on_input, which learns every message: leave out one'
             )
@@ -451,8 +452,11 @@ def _list_of(value):
     messages = []
     for element in elements:
         turn = next((turn for turn in TURNS if isinstance(element, dict) and set(turn) <= set(element)), None)
-        if turn:
-            messages += [{'role': role, 'content': element[name]} for role, name in zip(QA_ROLES, turn, strict=True)]
+        if turn:  # which may have a system message of its own (XTuner); all else, as its weight, belongs to the answer
+            others = {key: value for key, value in element.items() if key not in (*turn, *SYSTEMS)}
+            messages += [{'role': 'system', 'content': element[name]} for name in SYSTEMS if element.get(name)]
+            messages.append({'role': 'user', 'content': element[turn[0]]})
+            messages.append({**others, 'role': 'assistant', 'content': element[turn[1]]})
         else:
             messages.append(element)
     return messages

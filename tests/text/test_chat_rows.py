@@ -110,6 +110,17 @@ def test_contexts_systems_and_earlier_turns_are_part_of_the_question():
         assert read({'instruction': 'q2', 'output': 'a2', 'history': history})['messages'] == TWO_TURNS
 
 
+def test_a_turn_keeps_its_system_message_and_what_else_belongs_to_its_answer():
+    system = {'role': 'system', 'content': 'be kind'}
+    for question, answer in chat_rows.TURNS:  # as in XTuner
+        first = {'system': 'be kind', question: 'q', answer: 'a', 'weight': 0, 'id': 1}
+        turns = {'conversation': [first, {'system': '', question: 'q2', answer: 'a2'}], 'system': 'another'}
+        messages = [system, TWO_TURNS[0], {**TWO_TURNS[1], 'weight': 0, 'id': 1}, *TWO_TURNS[2:]]
+        assert read(turns)['messages'] == messages
+        with pytest.raises(ValueError, match='a weight of 0, beside --train_on_input'):
+            chat_rows.conversation_of(turns, train_on_input=True)
+
+
 def test_json_is_the_answer_to_a_text_and_messages_beside_messages():
     dialog = json.dumps(QA)
     for text in ('[{"from":"Rome","to":"Oslo"}]', '[{"role":"manager","name":"Anna"}]', dialog):
