@@ -39,6 +39,8 @@ CONTEXTS = ('input', 'context')  # beside a question: the text that it is about
 SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list: the system message
 CHOICES = ('choices', 'options')  # beside a question that cannot be answered without them
 PREFERENCES = ('chosen', 'rejected')  # as the fields of a source they say that its rows are pairs
+MARKS = dict.fromkeys(('true', '1', '1.0'), True)  # labels of good answers, as JSON, numbers and tables spell them
+MARKS |= dict.fromkeys(('false', '0', '0.0'), False)  # and of bad ones
 LABELLED = ('prompt', 'completion', 'label')  # an answer, and whether it is a good one (KTO): two make a pair
 BEGUN = 'initial_reason_steps'  # beside a pair: how both of its answers begin (xinlai/Math-Step-DPO-10K)
 ASKED = ('prompt', 'question', 'instruction', 'query', 'input')  # beside a pair: what both of its answers answer
@@ -91,6 +93,7 @@ SPEAKERS = ('role', 'from', 'speaker', 'sender', 'author', 'participant', 'party
 # Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
 THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
 SAID = ('role', 'content', 'tool_calls', 'tool_call_id', 'name', *THOUGHTS)  # by which the messages of a pair differ
+NUMBER = re.compile(r'[-+]?[\d.]+(e[-+]?\d+)?')
 THINK_TAG = re.compile('</?think>')
 TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of a content's parts that are text
 
@@ -246,12 +249,18 @@ def pair_of(row):
 def labelled_of(row):
     """A row with LABELLED as JSON text: [what is asked, as JSON; the answer; whether it is a good one]. Raises
     ValueError with the reason if it is none."""
-    if not isinstance(row, dict) or not are_labelled(row):
+    row = Row(row)
+    if not are_labelled(row):
         raise ValueError(f'rows that lack one of the fields {", ".join(LABELLED)}')
-    if row['label'] not in (0, 1):
+    if (is_good := _mark_of(row['label'])) is None:
         raise ValueError('rows whose label is neither true nor false')
-    asked = {name: row[name] for name in ('prompt', *BESIDE_MESSAGES) if row.get(name) is not None}
-    return json.dumps([json.dumps(asked), row['completion'], bool(row['label'])])
+    asked = {name: row[name] for name in ('prompt', *BESIDE_MESSAGES) if name in row}
+    return json.dumps([json.dumps(asked), row['completion'], is_good])
+
+
+def _mark_of(label):
+    """Whether a label says that an answer is a good one (True) or a bad one (False); None if it says neither."""
+    return MARKS.get(str(label).strip().lower())
 
 
 def prompt_of(pair):
@@ -432,8 +441,14 @@ def _messages_of(row, fields):
         raise ValueError(f'rows that are {NO_CONVERSATIONS}')
     if _has_choices(row):
         raise ValueError('rows with choices, which are for evaluate.py: --chat_fields names what is read of them')
-    if row.get('label') is False:
-        raise ValueError('rows whose answer is marked as a bad one (label: false)')
+    label = str(row.get('label')).strip()
+    if (is_good := _mark_of(label)) is not None:
+        row.read.add('label')
+    other = f'--chat_fields={pair[0]},{pair[1]} reads them whatever it is'
+    if is_good is False:
+        raise ValueError(f'rows whose answer is marked as a bad one (label: false or 0); {other}')
+    if is_good is None and NUMBER.fullmatch(label):  # a class, of which 0 and 1 are two, or a score; words are no mark
+        raise ValueError(f'rows whose label is a number, but neither 0 nor 1; {other}')
     return _turns_of(row, [pair[0], *(name for name in CONTEXTS if name in row)], pair[1])
 
 

@@ -88,6 +88,9 @@ ROWS = {
     'squad': {'id': '1', 'context': '', 'question': 'q', 'answers': {'text': ['a', 'also a'], 'answer_start': [1, 2]}},
     'squad in a table': {'question': 'q', 'answers': '{"text": ["a", "also a"], "answer_start": [1, 2]}'},
     'empty fields of a table': {**dict.fromkeys(('history', 'images', 'choices'), '[]'), 'tools': 'null', **ALPACA},
+    'a mark in a table': {'prompt': 'q', 'completion': 'a', 'label': 'True'},
+    'a mark as a number': {'prompt': 'q', 'completion': 'a', 'label': 1.0},
+    'a label that is no mark': {'question': 'q', 'answer': 'a', 'label': 'geography'},
     'role and value': {'messages': [{'role': 'user', 'value': 'q'}, {'role': 'assistant', 'value': 'a'}]},
     'magpie': {'uuid': '1', 'instruction': 'q', 'response': 'a', 'conversations': QA},
 }
@@ -148,6 +151,8 @@ def test_json_is_the_answer_to_a_text_and_messages_beside_messages():
         ({'system': 's', 'messages': [{'role': 'system', 'content': 't'}, *QA]}, ['messages']),
         ({'system_prompt': '', 'question': 'q', 'response': 'a'}, ['system_prompt', 'question', 'response']),
         ({'system': 's', 'tools': [], 'messages': QA, 'images': []}, ['system', 'tools', 'messages']),
+        ({'prompt': 'q', 'completion': 'a', 'label': 1}, ['prompt', 'completion', 'label']),
+        ({'question': 'q', 'answer': 'a', 'label': 'x'}, ['question', 'answer']),
         ({**ALPACA, 'history': [['q', 'a']]}, ['instruction', 'input', 'output', 'history']),
     ],
 )
@@ -177,6 +182,17 @@ def test_bytes_are_the_text_that_they_are_in_utf8(tmp_path):
     documents, notes = texts_of(sources.find_source(str(tmp_path / 'fields.parquet')))
     assert documents == [chat_rows.conversation_of({'messages': QA})]
     assert [note for note in notes if "with the field 'image'" in note]
+
+
+def test_a_label_is_a_mark_in_every_spelling():
+    for label, is_good in ((True, True), (1, True), ('True', True), (False, False), (0.0, False), ('false', False)):
+        labelled = {'prompt': 'q', 'completion': 'a', 'label': label}
+        assert json.loads(chat_rows.labelled_of(labelled))[2] is is_good
+        assert is_good or 'marked as a bad one' in refused(labelled)
+        assert read(labelled, ('prompt', 'completion'))['messages'] == QA
+    for label in (3, 'geography', ''):
+        with pytest.raises(ValueError, match='neither true nor false'):
+            chat_rows.labelled_of({'prompt': 'q', 'completion': 'a', 'label': label})
 
 
 def test_fields_of_other_names_are_read_by_chat_fields():
@@ -215,6 +231,9 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, '--chat_fields=prompt,chosen'),
         ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
         ({'prompt': 'q', 'completion': 'bad', 'label': False}, 'marked as a bad one'),
+        ({'prompt': 'q', 'completion': 'bad', 'label': 0}, 'marked as a bad one'),
+        ({'question': 'q', 'answer': 'bad', 'label': 'False'}, '--chat_fields=question,answer reads them whatever'),
+        ({'prompt': 'q', 'completion': 'a', 'label': '3'}, 'label is a number, but neither 0 nor 1'),
         ({'messages': QA, 'system': ['be kind']}, 'system is no text'),
         ({'messages': QA, 'history': [['q', 'a']]}, 'a history beside messages'),
         ({'prompt': QA[:1], 'completion': 'a', 'context': 'where'}, 'context beside a prompt that is a list'),
