@@ -48,18 +48,17 @@ DATE_FUNCTION = (
 
 
 def fold_system_messages(messages):
-    """The messages, with the text of each system message moved to the front of the user's message after it."""
+    """The messages, with the texts of the system messages before a user's message moved to the front of that."""
     folded = []
     for message in messages:
-        before = folded[-1] if folded else {}
-        texts = [before.get('content'), message.get('content')]
-        are_texts = all(isinstance(text, str) for text in texts)
-        if before.get('role') in INSTRUCTIONS and message['role'] == 'user' and are_texts:
-            if bool(before.get('weight')) != bool(message.get('weight')):
+        while message['role'] == 'user' and folded and folded[-1]['role'] in INSTRUCTIONS:
+            texts = [folded[-1].get('content'), message.get('content')]
+            if not all(isinstance(text, str) for text in texts):
+                break
+            if bool(folded.pop().get('weight')) != bool(message.get('weight')):
                 raise ValueError('rows of which --fold_system would join what is learned to what is not (weight 1)')
-            folded[-1] = {**message, 'content': '\n\n'.join(texts)}
-        else:
-            folded.append(message)
+            message = {**message, 'content': '\n\n'.join(texts)}
+        folded.append(message)
     return folded
 
 
@@ -359,8 +358,8 @@ class ChatEncoder:
         try:
             return self.template.write(messages, options, add_generation_prompt)
         except Exception as error:  # a template may raise any error
-            has_system = any(message['role'] in INSTRUCTIONS for message in messages)
-            mend = '; --fold_system gives system messages to the user' if has_system else ''
+            is_folded = fold_system_messages(messages) == messages
+            mend = '' if is_folded else '; --fold_system gives system messages to the user'
             raise ValueError(f'rows that the chat template refuses ({one_line(error, 100)}{mend})') from error
 
     def _encode(self, text, spans, add_end):

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import transformers
-from chats import CHATML, QWEN3, make_tokenizer
+from chats import CHATML, QWEN3, encoder_of, make_tokenizer, messages_of
 
+from text.chat_rows import conversation_of
 from text.conversations import digest_of, fold_system_messages, template_of, templates_of, templates_of_data
 
 
@@ -89,6 +90,22 @@ def test_a_run_says_if_its_model_would_be_asked_in_another_form_than_its_data_ha
     templates, (line,) = templates_of_data([one_old], folder)
     assert templates is None and line.startswith('WARNING: ') and 'put that into its folder' in line
     assert templates_of_data([text], folder) == (None, [])
+
+
+def test_all_system_messages_before_a_users_are_folded_into_it_and_advised_only_if_there_are_any(tmp_path):
+    refusal = "{%- if messages[0].role == 'system' %}{{- raise_exception('no system') }}{%- endif %}"
+    encoder, _ = encoder_of(make_tokenizer(tmp_path, refusal + CHATML))
+    before = [('system', 'S1'), ('developer', 'S2')]
+    rows = [
+        messages_of([*before, *between, ('user', 'u'), ('assistant', 'a')]) for between in ([], [('assistant', 'b')])
+    ]
+    row, never = (conversation_of({'messages': messages}) for messages in rows)
+    ((_, _, text),) = encoder.examples(row, fold_system=True)
+    assert text.startswith('<|im_start|>user\nS1\n\nS2\n\nu<|im_end|>')
+    with pytest.raises(ValueError, match=r'no system; --fold_system gives system messages to the user\)'):
+        list(encoder.examples(row))
+    with pytest.raises(ValueError, match=r'no system\)'):
+        list(encoder.examples(never, fold_system=True))
 
 
 def test_no_system_message_is_folded_into_one_that_is_learned_otherwise():
