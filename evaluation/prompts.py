@@ -18,7 +18,7 @@ from evaluation.tasks import begin_of_text
 from huggingface.finetune import transformers_offline
 from system.errors import one_line
 from text.chat_rows import BESIDE_MESSAGES, INSTRUCTIONS, LISTS, question_of
-from text.conversations import ChatTemplate, check_tools, fold_system_messages
+from text.conversations import ChatTemplate, fold_system_messages
 
 UNFINISHED = '\ufffd'  # what a tokenizer writes for bytes that are not yet a whole character
 
@@ -150,7 +150,7 @@ class TransformersLanguage:
         messages = [self.template.form_of(message) for message in messages]
         try:
             written = self.template.write(messages, options, add_generation_prompt)
-            check_tools(written, options['tools'])
+            self.template.check_tools(messages, options)
             return written
         except Exception as error:  # a template may raise anything
             if folded != conversation['messages'] and not self.fold_system:

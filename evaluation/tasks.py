@@ -35,7 +35,7 @@ import numpy as np
 from evaluation.grading import Rule
 from system.errors import one_line
 from text.chat_rows import tools_of
-from text.conversations import ChatTemplate, check_tools, fold_system_messages
+from text.conversations import ChatTemplate, fold_system_messages
 
 FORMS = {
     'choices': {'context', 'choices', 'gold'},
@@ -365,7 +365,7 @@ class TransformersEncoder:
         messages = fold_system_messages(messages) if self.fold_system else messages
         try:
             written = self.template.write(messages, options, add_generation_prompt=True)
-            check_tools(written, options['tools'])
+            self.template.check_tools(messages, options)
             return written
         except Exception as error:  # a template may raise anything
             if messages[0]['role'] == 'system':

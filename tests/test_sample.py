@@ -380,7 +380,7 @@ def test_a_row_is_asked_as_prepare_data_learns_its_answer(tmp_path, arguments, c
     tokenizer.chat_template = CHATML  # which writes no tools
     for ask in (language.write, lambda row: encoded.chat(row['messages'], row)):
         with pytest.raises(ValueError, match='refuses: rows with tools that the chat template does not write$'):
-            ask({'messages': [{'role': 'user', 'content': 'x'}], 'tools': [TOOL]})
+            ask({'messages': [{'role': 'user', 'content': 'Is weather a tool?'}], 'tools': [TOOL]})
     tokenizer.chat_template = template
     given = prompts.TransformersLanguage(language.tokenizer, str(tmp_path), None, {'enable_thinking': False})
     asked = [one.prompt_of_chat({'messages': [{'role': 'user', 'content': 'x'}]}).ids for one in (language, given)]

@@ -12,13 +12,16 @@ the model would never stop. So is an empty <think> block, if the template begins
 prompt.
 
 A template may silently drop what it does not know: a role, a tool call, a thought. Therefore each message is searched
-for in the text that the template has written, and each answer in the learned part of it. A conversation of which
-something is missing is refused.
+for in the text that the template has written, and each answer in the learned part of it. But a thought `4` is also
+found in the answer `It is 4.` Therefore the template also writes a twin of the conversation, in which each part is a
+word that occurs nowhere else, and each has to be found there, too. A conversation of which something is missing is
+refused.
 
 Only the template writes control tokens. A message that spells one, such as <|im_end|>, gets the tokens of its letters,
 so that it cannot end its turn.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -31,11 +34,13 @@ import numpy as np
 from dataset.shards import AS_END, FIRST, LEARNED
 from dataset.windows import read_meta
 from system.errors import one_line
-from text.chat_rows import INSTRUCTIONS, THINK_TAG, THOUGHTS, is_learned
+from text.chat_rows import INSTRUCTIONS, SAID, THINK_TAG, THOUGHTS, is_learned
 
 # Put between the letters of a control token that a message spells, so that the tokenizer does not take it for one; the
 # tokenizer's normalizer removes it again. Unicode's noncharacters are meant for such uses: no text has them.
 MARK = '\ufdd0'
+
+TWIN_WORD = re.compile(r'part\d+part')  # of twin_of(): without spaces or signs, so that no form of writing changes it
 
 # Templates that write today's date, such as Llama 3.2's, would give other tokens tomorrow. So they get the date that is
 # written in Llama 3.1's template, both as a variable and from the function that transformers offers to templates.
@@ -60,6 +65,45 @@ def fold_system_messages(messages):
             message = {**message, 'content': '\n\n'.join(texts)}
         folded.append(message)
     return folded
+
+
+def twin_of(messages):
+    """Messages of the same form, in which each text, name of a function and argument is a TWIN_WORD. They are the same
+    for all conversations of that form."""
+    numbers = itertools.count()
+
+    def word(_=None):
+        return f'part{next(numbers)}part'
+
+    def text(value, word=word):  # the spaces around it stay, as does an empty text
+        return re.sub(r'\S(.*\S)?', lambda found: word(found[0]), value, flags=re.DOTALL)
+
+    def arguments(value):
+        if isinstance(value, dict):
+            return {key: arguments(part) for key, part in value.items()}
+        return [arguments(part) for part in value] if isinstance(value, list) else word()
+
+    def twin(message):
+        thought = functools.partial(text, word=functools.cache(word))  # in two places of a message: may be written once
+        said = {name: thought(message[name]) for name in THOUGHTS if isinstance(message.get(name), str)}
+        if content := message.get('content'):
+            *before, last = re.split(f'({THINK_TAG.pattern})', content) if message['role'] == 'assistant' else [content]
+            said['content'] = ''.join(part if THINK_TAG.fullmatch(part) else thought(part) for part in before)
+            said['content'] += text(last)
+        if 'tool_calls' in message:
+            said['tool_calls'] = [
+                {**call, 'function': {'name': word(), 'arguments': arguments(call['function']['arguments'])}}
+                for call in message['tool_calls']
+            ]
+        return {**message, **said}
+
+    return [twin(message) for message in messages]
+
+
+def twin_of_tools(tools):
+    """The tools, if there are any, with names that no message has, not even in a call."""
+    names = (f'tool{number}tool' for number in itertools.count())
+    return tools and [{**tool, 'function': {**tool['function'], 'name': next(names)}} for tool in tools]
 
 
 def templates_of(folder):
@@ -133,6 +177,7 @@ class ChatTemplate:
         template = template if isinstance(template, str) else json.dumps(template)  # several, with names
         self.knows_developers = re.search(r"""['"]developer\\?['"]""", template) is not None
         self.thoughts = [name for name in THOUGHTS if re.search(rf'\b{name}\b', template)]
+        self.words = {*SAID, *re.findall(r'\w+', template)}  # no other key of a message makes a difference
         # Some templates want null as the content of a message that is only a tool call. Others would write 'None'.
         asks_for_null = re.search(r'\bcontent\W*(is|==|!=)\s+(not\s+)?none\b', template, re.IGNORECASE)
         self.no_content = None if asks_for_null else ''
@@ -162,6 +207,11 @@ class ChatTemplate:
         template = self.tokenizer.get_chat_template(None, options.get('tools'))
         options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
         return self.jinja([messages], **{**self.tokenizer.special_tokens_map, **options})[0][0]
+
+    def check_tools(self, messages, options):
+        """Raise ValueError unless the template writes each of the tools, which a message may name as well."""
+        if tools := twin_of_tools(options.get('tools')):
+            _check_tools(self.write(messages, {**options, 'tools': tools}, add_generation_prompt=True), tools)
 
     def _writes_a_call(self, arguments):
         """Whether the template accepts a tool call with these arguments."""
@@ -198,6 +248,7 @@ class ChatEncoder:
         controls = [token for token in self.special_tokens if not THINK_TAG.fullmatch(token)]
         self.spelled = re.compile('|'.join(map(re.escape, controls)) or '(?!)')
         self.eot, self.eot_text = eot, self.tokenizer.id_to_token(eot) or ''
+        self._lost_in = functools.lru_cache(maxsize=200)(self._lost_in)  # conversations have few forms
         transformers.logging.set_verbosity_error()  # else it warns that the folder names another class
         try:
             # Not AutoTokenizer, which imports torch: 190 MB per worker.
@@ -231,6 +282,8 @@ class ChatEncoder:
         if fold_system:
             messages = fold_system_messages(messages)
         learned = [number for number, message in enumerate(messages) if is_learned(message, number)]
+        twin, words = twin_of(messages), self.template.words - {'weight'}
+        twin = [{key: value for key, value in message.items() if key in words} for message in twin]
         messages = [self.template.form_of(message) for message in messages]
         options = {**conversation.get('chat_template_kwargs', {}), 'tools': tools}
         answers = {
@@ -242,6 +295,9 @@ class ChatEncoder:
         if train_on_input and learned[-1] < len(messages) - 1:  # the last message is no answer
             text = self._render(messages, options).rstrip()
             answers[len(messages) - 1] = text, self._start_of(text, messages, -1, options), self._ends(text)
+        for number in answers:
+            if lost := self._lost_in(json.dumps([twin[: number + 1], {**options, 'tools': twin_of_tools(tools)}])):
+                raise ValueError(lost)
         whole = list(answers.values())[-1][0]
         everything = [(0, len(whole))] if train_on_input else None
         if all(ends and whole.startswith(text) for text, _, ends in answers.values()):
@@ -297,6 +353,24 @@ class ChatEncoder:
             flags[at] |= AS_END
         _check_written(whole, spans, messages, tools)
         return ids, flags, text
+
+    def _lost_in(self, twin):
+        """Why the template does not write all of a twin, JSON of [messages, options]; None if it does, or if it refuses
+        such words, since it did not refuse those of the conversation."""
+        messages, options = json.loads(twin)
+        messages = [self.template.form_of(message) for message in messages]
+        last = len(messages) - 1
+        try:
+            if last and messages[last]['role'] == 'assistant':
+                text, start, _ = self._answer(messages, options)
+            else:
+                text, start = self._render(messages, options), 0
+        except ValueError:
+            return None
+        try:
+            _check_written(text, {last: (start, len(text))}, messages, options['tools'])
+        except ValueError as reason:
+            return str(reason)
 
     def _with_marks(self, value):
         """The value with MARK between the letters of each special token that its texts spell."""
@@ -444,14 +518,16 @@ def _check_written(text, spans, messages, tools):
                 raise ValueError(reason)
             position = position if role in INSTRUCTIONS else max(position, found + len(part))
         for call in message.get('tool_calls', []):
-            found = text.find(call['function']['name'], start, end)
-            if found < 0:
+            # Other arguments than a twin's may be written in any form: as JSON, YAML or XML.
+            arguments = TWIN_WORD.findall(json.dumps(call['function']['arguments']))
+            places = [text.find(part, start, end) for part in [call['function']['name'], *arguments]]
+            if min(places) < 0:
                 raise ValueError('rows with a tool call that the chat template does not write')
-            position = max(position, found)
-    check_tools(text, tools)
+            position = max(position, *places)
+    _check_tools(text, tools)
 
 
-def check_tools(text, tools):
+def _check_tools(text, tools):
     """Raise ValueError with a reason if one of the tools is not in what a template wrote."""
     for tool in tools or []:
         if str(tool['function'].get('name', '')) not in text:

@@ -370,6 +370,55 @@ def test_what_a_template_does_not_write_is_a_reason(folders):
     assert text.startswith('<|im_start|>system\nbe kind')
 
 
+def with_calls(written):
+    """ChatML that writes the calls of a message in this way."""
+    return CHATML.replace("message.content + '<", f"message.content }}}}{written}{{{{ '<")
+
+
+def calls(*several, content='Now weather_in 3.'):
+    """A row of which the answer names the function and an argument beside these calls of it."""
+    several = [{'function': {'name': 'weather_in', 'arguments': arguments}} for arguments in several]
+    return {'messages': [QA[0], {'role': 'assistant', 'content': content, 'tool_calls': several}]}
+
+
+JSON_CALLS = '{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}'
+FIRST_CALL = JSON_CALLS.replace('message.tool_calls', '(message.tool_calls or [])[:1]')
+NO_ARGUMENTS = JSON_CALLS.replace('call.function | tojson', 'call.function.name')
+YAML_CALLS = """{% for call in message.tool_calls %}{{ call.function.name }}\
+{% for key, value in call.function.arguments.items() %}{{ '\\n' + key + ': ' }}{{ value }}{% endfor %}{% endfor %}"""
+ODD = ({'text': 'ü\n"', 'n': 2.50, 'list': [1, {'null': None}], 'no': False, 'empty': {}}, {})
+TWO_ROLES = KNOWN_ROLES.replace("'system', ", '')
+THINKS = [QA[0], {'role': 'assistant', 'content': '<think>A</think>A is it'}]
+SAME_THOUGHT = {'reasoning': 'hm', 'reasoning_content': 'hm '}
+
+
+@pytest.mark.parametrize(
+    'template, row, lost',
+    [
+        (CHATML, calls({}), 'a tool call'),
+        (with_calls(FIRST_CALL), calls({'city': 'Rome'}, {'city': 'Oslo'}), 'a tool call'),
+        (with_calls(NO_ARGUMENTS), calls({'days': 3}), 'a tool call'),
+        (with_calls(JSON_CALLS), calls({'days': 3}) | {'tools': [TOOL]}, 'tools'),
+        (CHATML, {'messages': [{'role': 'user', 'content': 'weather_in?'}, QA[1]], 'tools': [TOOL]}, 'tools'),
+        (CHATML.replace('message.content', "message.content.split('</think>')[-1]"), {'messages': THINKS}, 'a thought'),
+        (CHATML, {'messages': [QA[0], {**QA[1], 'thinking': 'a'}]}, 'a thought'),
+        (TWO_ROLES, {'messages': [{'role': 'system', 'content': 'user'}, *QA]}, "system's message"),
+        (TWO_ROLES, {'messages': [{'role': 'developer', 'content': 'user'}, *QA]}, "system's message"),
+        (TWO_ROLES, {'messages': [QA[0], {'role': 'tool', 'content': 'a'}, QA[1]]}, "tool's message"),
+        (with_calls(JSON_CALLS), calls(*ODD), None),
+        (with_calls(YAML_CALLS), calls(*ODD, content=''), None),
+        (TOOLS, {'messages': [QA[0], {**QA[1], **SAME_THOUGHT}]}, None),
+    ],
+)
+def test_what_is_only_named_elsewhere_is_not_written(tmp_path, template, row, lost):
+    folder = make_tokenizer(tmp_path, template)
+    if lost is None:
+        assert len(learned(folder, row)) == 1
+        return
+    with pytest.raises(ValueError, match=f'rows .*{lost}.* the chat template does not write'):
+        learned(folder, row)
+
+
 def test_a_text_in_another_order_or_cut_off_where_it_is_learned_is_refused(tmp_path):
     write = '{%- for message in messages %}'
     others = "{%- for message in messages | rejectattr('role', 'equalto', 'assistant') | reverse %}"
