@@ -333,7 +333,7 @@ if was_there:
 
 
 def warm_up_workers():
-    """Have all workers load the tokenizer. Returns their futures; the result says what encodes, None for chats."""
+    """Have all workers load the tokenizer. Returns their futures; the result is a line for the user, or None."""
     arguments = (config.tokenizer, folder, source.chat, config.engine)
     return [workers.submit(encoding.warm_up, *arguments) for _ in range(config.num_proc)]
 
@@ -344,9 +344,11 @@ if 'sha256' in tokenizer_facts:  # first: importing torch makes a worker larger,
 warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # meanwhile this process reads
 if source.chat:  # what the template cannot write is found by the workers, so here they come first
     try:
-        warm_ups[0].result()
+        line = warm_ups[0].result()
     except ValueError as error:
         raise ValueError(str(error)) from error
+    if line:
+        print(line)
 
 if source.labelled:
     folder.mkdir(parents=True, exist_ok=True)

@@ -402,6 +402,20 @@ class ChatEncoder:
         text = prompt + shown[len(prompt) :].rstrip()
         return text, len(prompt), self._ends(text) and len(text) > len(prompt)
 
+    def line_of_end(self):
+        """A line that says that the template ends answers with letters, where they should be a token; else None."""
+        try:
+            messages = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
+            end = self.template.write(messages, {}).rpartition('Answer')[2].strip()
+        except Exception:  # a template that refuses this conversation may take others
+            return None
+        if not end or end.startswith(self.special_tokens):
+            return None
+        return (
+            f'WARNING: {end[:30]!r}, with which the chat template ends an answer, is no special token of the tokenizer: '
+            "it is learned as letters, with end-of-text behind; the tokenizer's add_special_tokens() mends it"
+        )
+
     def _ends(self, text):
         """Whether a token ends the last turn of a text."""
         return text.endswith(self.special_tokens)

@@ -93,11 +93,12 @@ def worker_chat_encoder(name, folder):
 
 
 def warm_up(tokenizer, folder, chat, engine):
-    """Load the tokenizer before the first unit comes. Returns the line that says which library encodes; None for
-    conversations. Raises what load_tokenizer() and ChatEncoder raise."""
+    """Load the tokenizer before the first unit comes. Returns the line that says which library encodes; for
+    conversations None, or a WARNING about the template. Raises what load_tokenizer() and ChatEncoder raise."""
     if not chat:
         return worker_tokenizer(tokenizer, folder, engine)[1]
-    worker_chat_encoder(tokenizer, folder)
+    encoder = worker_chat_encoder(tokenizer, folder)
+    return encoder.line_of_end() if isinstance(encoder, ChatEncoder) else None
 
 
 def compare_with_transformers(folder, trust_remote_code=False):
