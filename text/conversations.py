@@ -177,7 +177,8 @@ class ChatTemplate:
         template = template if isinstance(template, str) else json.dumps(template)  # several, with names
         self.knows_developers = re.search(r"""['"]developer\\?['"]""", template) is not None
         self.thoughts = [name for name in THOUGHTS if re.search(rf'\b{name}\b', template)]
-        self.words = {*SAID, *re.findall(r'\w+', template)}  # no other key of a message makes a difference
+        # No other key of a message makes a difference.
+        self.words = {*SAID, *re.findall(r'\w+', template)} - {'weight'}
         # Some templates want null as the content of a message that is only a tool call. Others would write 'None'.
         asks_for_null = re.search(r'\bcontent\W*(is|==|!=)\s+(not\s+)?none\b', template, re.IGNORECASE)
         self.no_content = None if asks_for_null else ''
@@ -282,8 +283,7 @@ class ChatEncoder:
         if fold_system:
             messages = fold_system_messages(messages)
         learned = [number for number, message in enumerate(messages) if is_learned(message, number)]
-        twin, words = twin_of(messages), self.template.words - {'weight'}
-        twin = [{key: value for key, value in message.items() if key in words} for message in twin]
+        twin = [{key: message[key] for key in message if key in self.template.words} for message in twin_of(messages)]
         messages = [self.template.form_of(message) for message in messages]
         options = {**conversation.get('chat_template_kwargs', {}), 'tools': tools}
         answers = {
