@@ -108,6 +108,16 @@ def test_all_system_messages_before_a_users_are_folded_into_it_and_advised_only_
         list(encoder.examples(never, fold_system=True))
 
 
+def test_an_end_of_answers_that_is_no_token_is_warned_of(tmp_path):
+    ends = {
+        'token': CHATML,
+        'letters': CHATML.replace('<|im_end|>', '<|eot|>'),
+        'none': CHATML.replace('<|im_end|>', ''),
+    }
+    lines = {name: encoder_of(make_tokenizer(tmp_path / name, end))[0].line_of_end() for name, end in ends.items()}
+    assert lines['token'] is lines['none'] is None and "WARNING: '<|eot|>', with which the chat" in lines['letters']
+
+
 def test_no_system_message_is_folded_into_one_that_is_learned_otherwise():
     system, user = ({'role': role, 'content': role} for role in ('system', 'user'))
     for weights, fits in (((1, 0), False), ((None, 1), False), ((1, 1), True), ((0, None), True)):
