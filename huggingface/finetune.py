@@ -1079,32 +1079,31 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     exact = raw_model.compute_dtype == torch.float32
     tolerance = 1e-4 if exact else 0.02
     model.eval()
-    compiled = 'torch._dynamo' in sys.modules  # if it is not imported, importing it would take seconds
-    if compiled:  # else training's shape would be the second after this one, and get a slower, dynamic graph
-        torch.compiler.set_stance('force_eager')
-    try:
-        logits = model(x).float()  # (1, T, V)
-    except Exception as error:
-        if is_out_of_memory(error) or is_lost_peer(error):
-            raise
-        check_class_runs(pretrained, tokens)
-        raise  # transformers' class runs, so the fault is in this project
-    if not logits.isfinite().all():  # its weights are: they are checked where they are read
-        dtype = str(raw_model.compute_dtype).removeprefix('torch.')
-        advice = 'use --dtype=bfloat16' if dtype == 'float16' else 'take weights from before its training diverged'
-        raise ValueError(f'self-test: logits are not finite: {pretrained.folder} overflows in {dtype}; {advice}')
-    ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
-    if not abs(ce - expected_ce) <= tolerance * expected_ce:
-        problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}; {NOT_HERE}')
-    whole = '' if raw_model.has_plain_head else ', which exist whole: this class changes them behind the head'
-    facts.append(f'the loss is that of the logits{whole}')
-    if packed:
-        if documents_mix(model, pretrained.vocab_size, T, device):
-            advice = '--packing=False gives each a sequence of its own'
-            problems.append(f'{pretrained.arch} lets packed documents see each other: {advice}')
-        facts.append('packed documents do not see each other')
-    if compiled:
-        torch.compiler.set_stance('default')
+    # Uncompiled, else training's shape would be the second after this one, and get a slower, dynamic graph. Where the
+    # compiler is not imported, importing it would take seconds.
+    imported = 'torch._dynamo' in sys.modules
+    with torch.compiler.set_stance('force_eager') if imported else contextlib.nullcontext():
+        try:
+            logits = model(x).float()  # (1, T, V)
+        except Exception as error:
+            if is_out_of_memory(error) or is_lost_peer(error):
+                raise
+            check_class_runs(pretrained, tokens)
+            raise  # transformers' class runs, so the fault is in this project
+        if not logits.isfinite().all():  # its weights are: they are checked where they are read
+            dtype = str(raw_model.compute_dtype).removeprefix('torch.')
+            advice = 'use --dtype=bfloat16' if dtype == 'float16' else 'take weights from before its training diverged'
+            raise ValueError(f'self-test: logits are not finite: {pretrained.folder} overflows in {dtype}; {advice}')
+        ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
+        if not abs(ce - expected_ce) <= tolerance * expected_ce:
+            problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}; {NOT_HERE}')
+        whole = '' if raw_model.has_plain_head else ', which exist whole: this class changes them behind the head'
+        facts.append(f'the loss is that of the logits{whole}')
+        if packed:
+            if documents_mix(model, pretrained.vocab_size, T, device):
+                advice = '--packing=False gives each a sequence of its own'
+                problems.append(f'{pretrained.arch} lets packed documents see each other: {advice}')
+            facts.append('packed documents do not see each other')
     processes.reshard(model)  # without a backward pass, weights that forward has gathered would stay gathered
     model.train()
     if loaded:

@@ -412,8 +412,8 @@ class ChatEncoder:
         if not end or end.startswith(self.special_tokens):
             return None
         return (
-            f'WARNING: {end[:30]!r}, with which the chat template ends an answer, is no special token of the '
-            "tokenizer, so it is learned as letters, with end-of-text behind: the tokenizer's add_special_tokens() mends it"
+            f'WARNING: {end[:30]!r}, by which the chat template ends an answer, is no special token of the tokenizer: '
+            "learned are its letters, and end-of-text behind them; the tokenizer's add_special_tokens() mends it"
         )
 
     def _ends(self, text):

@@ -1,5 +1,8 @@
 """Packed documents of transformers' classes: which see each other, and what is learned where they would."""
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,3 +82,17 @@ def test_padded_rows_teach_what_one_conversation_at_a_time_does(models, kind):
     expected, exact = one_at_a_time(torch.float32), one_at_a_time(torch.float64)
     assert exact['loss'] > 1 and len(exact) > 5
     assert_as_close_to_float64(found, expected, exact, kind)
+
+
+def test_a_self_test_that_fails_leaves_the_compiler_as_it_was():
+    class TooLarge(torch.nn.Module):
+        compute_dtype = torch.float32
+
+        def forward(self, x):
+            raise torch.OutOfMemoryError('CUDA out of memory')
+
+    importlib.import_module('torch._dynamo')  # without which there is nothing to leave
+    with pytest.raises(torch.OutOfMemoryError):
+        pretrained = SimpleNamespace(block_size=8, vocab_size=9)
+        finetune.self_test(TooLarge(), TooLarge(), pretrained, True, False, torch.device('cpu'))
+    assert torch._dynamo.eval_frame._stance.stance == 'default'

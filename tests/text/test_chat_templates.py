@@ -115,7 +115,7 @@ def test_an_end_of_answers_that_is_no_token_is_warned_of(tmp_path):
         'none': CHATML.replace('<|im_end|>', ''),
     }
     lines = {name: encoder_of(make_tokenizer(tmp_path / name, end))[0].line_of_end() for name, end in ends.items()}
-    assert lines['token'] is lines['none'] is None and "WARNING: '<|eot|>', with which the chat" in lines['letters']
+    assert lines['token'] is lines['none'] is None and "WARNING: '<|eot|>', by which the chat" in lines['letters']
 
 
 def test_no_system_message_is_folded_into_one_that_is_learned_otherwise():
