@@ -193,6 +193,8 @@ def start_process(config):
     compute_dtype = devices.choose_dtype(config.dtype, device)
     if device.type == 'cuda':
         devices.configure_allocator()
+    else:
+        devices.configure_heap()
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     if config.deterministic:
         devices.make_deterministic()

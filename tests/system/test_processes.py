@@ -2,15 +2,18 @@
 
 import fcntl
 import importlib
+import mmap
 import os
 import pty
 import re
+import resource
 import struct
 import subprocess
 import sys
 import termios
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -265,6 +268,25 @@ def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_w
     devices.configure_allocator()
     torch._C._accelerator_setAllocatorSettings(os.environ['PYTORCH_ALLOC_CONF'])  # raises for a name it does not know
     assert 'expandable_segments:True' in os.environ['PYTORCH_ALLOC_CONF']
+
+
+def heap_after_blocks(blocks=8, size=2**26):
+    """How many pages the system gave this process for one block after another, each freed before the next, and the
+    flags of the heap's parts."""
+    devices.configure_heap()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(blocks):
+        torch.ones(size // 4)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return faults, re.findall(r'\[heap\](?:.*\n)*?VmFlags: (.*)', Path('/proc/self/smaps').read_text())
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='glibc')
+def test_on_a_cpu_freed_memory_is_used_again_and_may_come_in_large_pages():
+    ((faults, flags),) = run_function(1, heap_after_blocks)
+    pages = 2**26 // mmap.PAGESIZE  # of one block; fewer faults where the system has large pages to give
+    assert faults < 1.5 * pages, f'{faults} for 8 blocks of {pages} pages'
+    assert any('hg' in part.split() for part in flags)  # as madvise() leaves it
 
 
 RECORD = """
