@@ -133,7 +133,7 @@ class Bench:
         return Check(f'predicted {name}', [script, *options(fixed | keys)], 15, read_prediction)
 
     def inner(self, name, of='', seconds=30, needs=None):
-        """A check that is a function of benchmarks/gpu_checks.py."""
+        """A check that is a function of benchmarks/gpu_checks.py or benchmarks/forms.py."""
 
         def read(text, output):
             return json.loads(text.splitlines()[-1])
@@ -537,7 +537,7 @@ def timed(bench):
     checks += [bench.inner('forms of attention', of=name, seconds=25) for name in ('124M', 'Llama 1B')]
     checks += [bench.inner('forms of a layer', seconds=25), bench.inner('forms of the update', seconds=20)]
     checks += [bench.inner('forms of a block', of=name, seconds=35) for name in ('124M gpt2', 'Llama 1B')]
-    checks += [bench.inner('forms of the ends', seconds=25)]
+    checks += [bench.inner('forms of the ends', seconds=25), bench.inner('forms of one rank', seconds=25)]
     checks += [bench.inner('forms of float8', seconds=30), bench.inner('generate')]
     checks += [train('Llama 1B', 'ddp', low[f'moments in {bits}'], f'Llama 1B moments in {bits}', 32)
                for bits in ('8 bits', 'bf16')]  # fmt: skip

@@ -3,11 +3,11 @@ Checks of benchmarks/gpu.py that are no training runs, each in a process of its 
 
     python benchmarks/gpu_checks.py NAME OF DEVICE OUT [SCRIPT OPTIONS ...]
 
-The function whose name is NAME, with underscores for spaces, is given torch, the device, and these arguments: OF is a
-variant of the check, OUT the folder of results. What it returns is printed as the last line, in JSON.
+The function whose name is NAME, with underscores for spaces, here or in benchmarks/forms.py, is given torch, the
+device, and these arguments: OF is a variant of the check, OUT the folder of results. What it returns is printed as the
+last line, in JSON.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -16,12 +16,13 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.gpu import EXPERTS, LOSSES, SIZES, TINY, TINY_EXPERTS, options
+from benchmarks import forms
+from benchmarks.forms import in_turns
+from benchmarks.gpu import EXPERTS, SIZES, TINY, TINY_EXPERTS, options
 from system.files import code_version
 
 
@@ -41,245 +42,6 @@ def versions(torch, device, arguments):
         query = ['nvidia-smi', '--query-gpu=driver_version,memory.total,clocks.max.sm', '--format=csv,noheader']
         found['driver'] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     return found
-
-
-def in_turns(torch, device, ways, rounds=10):
-    """{name: milliseconds of the fastest of some calls} of {name: function}. Each round calls them all, because clocks
-    drift by 2.5% within a minute, and so they slow down all alike."""
-    synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
-    times = {name: [] for name in ways}
-    for turn in range(-2, rounds):  # two to warm up
-        for name, function in ways.items():
-            synchronize()
-            began = time.perf_counter()
-            function()
-            synchronize()
-            times[name] += [1e3 * (time.perf_counter() - began)] if turn >= 0 else []
-    return {name: round(min(found), 3) for name, found in times.items()}
-
-
-# Forms: what model.py computes now beside another form, in one process, where clocks slow down both alike. `without` a
-# letter is the form before, `with` one is a form that waits for a card to show that it pays; docs/gpu.md names them.
-
-
-def forms_of_the_loss(torch, device, arguments):
-    """The head and the loss, eager and compiled, beside their matmuls; compiled also without A, without C, with E."""
-    import model as model_module
-    from model import ChunkedCrossEntropy, cross_entropy, pointwise_cross_entropy
-
-    def two_passes(logits, targets, vocab_size, z_loss, with_gradient):
-        """Before C: the largest of a row and the sum one after the other, and the gradient in memory of its own."""
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        logits32 = torch.where(columns < vocab_size, logits.float(), -torch.inf)
-        lse, valid = torch.logsumexp(logits32, -1), (targets >= 0).float()
-        ce = ((lse - logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float()) * valid).sum()
-        scale = (valid * (1 + 2 * z_loss * lse))[:, None]
-        gradient = (logits32 - lse[:, None]).exp() * scale - (columns == targets[:, None]).float()
-        return ce + z_loss * (lse**2 * valid).sum(), ce, gradient.to(logits.dtype)
-
-    def rounded_first(total, a, b):
-        """Before A: each product is rounded and added in a pass of its own."""
-        return (a @ b).float() if total is None else total.add_(a @ b)
-
-    before_a = {'LOGITS_BYTES': {'cpu': 2**26, 'cuda': 2**29}, 'add_product': rounded_first}
-    tokens, width, vocab_size = (256, 64, 512) if device.type == 'cpu' else LOSSES[arguments.of]
-    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(vocab_size, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(vocab_size, (tokens,), device=device)
-
-    def step(kernel, function=ChunkedCrossEntropy, **others):
-        with mock.patch.multiple(model_module, **others) if others else contextlib.nullcontext():
-            loss_sum, _ = function.apply(hidden, weight, targets, vocab_size - 47, 1e-4, True, kernel)
-            (loss_sum / tokens).backward()
-
-    def matmuls():
-        logits = hidden @ weight.T
-        return logits.T @ hidden, logits @ weight
-
-    class Multiplied(ChunkedCrossEntropy):
-        """With E: what backward multiplies by is known in forward, and the kernel of the loss does it."""
-
-        backward = staticmethod(lambda ctx, *_: (*ctx.saved_tensors, *[None] * 5))
-
-    factor = torch.full((), 1 / tokens, device=device)
-
-    def multiplied(*args, **options):
-        loss_sum, ce_sum, gradient = pointwise_cross_entropy(*args, **options)
-        return loss_sum, ce_sum, gradient.mul_(factor)
-
-    forms = (pointwise_cross_entropy, two_passes, multiplied)
-    kernel, before_c, with_e = (torch.compile(form, dynamic=False) for form in forms)
-    ways = {
-        'compiled ms': lambda: step(kernel),
-        'with E ms': lambda: step(with_e, function=Multiplied),
-        'without A ms': lambda: step(kernel, **before_a),
-        'without C ms': lambda: step(before_c),
-        'without both ms': lambda: step(before_c, **before_a),
-        'eager ms': lambda: step(cross_entropy),
-        'matmuls ms': matmuls,
-    }
-    return in_turns(torch, device, ways)
-
-
-def forms_of_attention(torch, device, arguments):
-    """One layer's attention compiled, forward and backward, and the same without D: rotated after the transposes."""
-    import torch.nn.functional as F
-
-    from model import Attention, ModelConfig, RotaryEmbedding
-
-    keys = TINY if device.type == 'cpu' else SIZES[arguments.of]
-    config = ModelConfig.from_keys({'vocab_size': 64} | keys)
-    layer = Attention(config, RotaryEmbedding(config)).to(device, torch.bfloat16)
-    layer.rotary.prepare(device)
-    shape = keys['batch_size'], config.block_size, config.n_embd
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-
-    def rotated_last(x):
-        parts = layer.qkv(x).unflatten(-1, (-1, layer.head_dim)).split(layer.heads_of_qkv, dim=2)
-        q, k, v = (heads.transpose(1, 2) for heads in parts)
-        q, k = (layer.rotary.rotate(heads, layer.rotary.cos_sin[:, None]) for heads in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
-        return layer.proj(y.transpose(1, 2).flatten(2))
-
-    now, before = (torch.compile(form) for form in (layer.forward, rotated_last))
-    gradient = torch.randn_like(x)
-    ways = {'now ms': lambda: now(x).backward(gradient), 'without D ms': lambda: before(x).backward(gradient)}
-    return in_turns(torch, device, ways)
-
-
-def forms_of_a_layer(torch, device, arguments):
-    """One of the larger linear layers under DDP, compiled, forward and backward, and without G: by autograd."""
-    import torch.nn.functional as F
-
-    from model import Linear
-
-    tokens, width, hidden = (256, 64, 128) if device.type == 'cpu' else (16384, 2048, 8192)
-    layer = Linear(width, hidden, bias=False).to(device)
-    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    gradient = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-    now, before = (torch.compile(form) for form in (layer.forward, lambda x: F.linear(x, layer.weight.to(x.dtype))))
-
-    def step(form):
-        layer.weight.grad = x.grad = None
-        form(x).backward(gradient)
-
-    return in_turns(torch, device, {'now ms': lambda: step(now), 'without G ms': lambda: step(before)})
-
-
-def forms_of_a_block(torch, device, arguments):
-    """A block compiled as make_model() does, forward and backward, and with I: Inductor tries more sizes of tiles."""
-    from model import Block, ModelConfig, RotaryEmbedding
-
-    keys = TINY if device.type == 'cpu' else SIZES[arguments.of]
-    config = ModelConfig.from_keys({'vocab_size': 64} | keys)
-    rotary = None if config.arch == 'gpt2' else RotaryEmbedding(config)
-    block = Block(config, rotary).to(device)
-    if rotary:
-        rotary.prepare(device)
-    shape = keys['batch_size'], config.block_size, config.n_embd
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-    gradient = torch.randn_like(x)
-
-    def way(**options):
-        forward = torch.compile(block.forward, **options)
-        return lambda: forward(x).backward(gradient)
-
-    return in_turns(torch, device, {'now ms': way(), 'with I ms': way(options={'coordinate_descent_tuning': True})})
-
-
-def forms_of_the_ends(torch, device, arguments):
-    """
-    What comes before the blocks and after them, but for the loss, forward and backward, where the head is tied: the
-    embedding, the last norm, and the sum of the embedding's and the head's gradient. With F both are compiled. With H
-    the embedding's backward adds its rows to the head's gradient, instead of filling a matrix that is added to it.
-    """
-    from model import GPT, ModelConfig
-
-    keys = TINY if device.type == 'cpu' else SIZES['124M gpt2']
-    model = GPT(ModelConfig.from_keys({'vocab_size': 50304} | keys | {'n_layer': 1}), torch.bfloat16).to(device)
-    weight, head = model.embed.weight, torch.randn_like(model.embed.weight)
-    x = torch.randint(model.config.vocab_size, (keys['batch_size'], model.config.block_size), device=device)
-    positions, _ = model.places(x, 0, x.shape[1])
-    gradient = torch.randn(*x.shape, model.config.n_embd, device=device, dtype=torch.bfloat16)
-
-    class Added(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight, x):
-            ctx.save_for_backward(x)
-            return weight[x]
-
-        @staticmethod
-        def backward(ctx, gradient):  # index_add_() would be quicker, but adds in another order each time
-            weight.grad.index_put_(ctx.saved_tensors, gradient.float(), accumulate=True)
-            return None, None
-
-    def step(embedded, finished):
-        weight.grad = head
-        finished(embedded(x, positions)).backward(gradient)
-
-    def way(forms, embed=model.embed.forward):
-        with mock.patch.object(model.embed, 'forward', embed):
-            step(*forms)
-
-    now = model.embedded, model.finished
-    with_f = [torch.compile(form) for form in now]
-    ways = {'now ms': lambda: way(now), 'with F ms': lambda: way(with_f)}
-    ways |= {'with H ms': lambda: way(now, lambda x: Added.apply(weight, x))}
-    return in_turns(torch, device, ways)
-
-
-def forms_of_the_update(torch, device, arguments):
-    """Clipping and AdamW's step of 1B numbers, and without B: scaled in a pass of their own."""
-    import optim
-
-    layer = torch.nn.Module()
-    for number in range(2 if device.type == 'cpu' else 64):
-        values = torch.randn(2**10 if device.type == 'cpu' else 2**24, device=device)
-        layer.register_parameter(f'part{number}', torch.nn.Parameter(values))
-        layer.get_parameter(f'part{number}').grad = torch.randn_like(values)
-    optimizer = optim.make_optimizer(layer, 'adamw', 1e-4, 0.9, 0.95, 0.1)
-
-    def step(**given):
-        optim.clip_grad_norm_(layer.parameters(), 1.0, **given)
-        optimizer.step()
-
-    return in_turns(torch, device, {'now ms': lambda: step(optimizer=optimizer), 'without B ms': step})
-
-
-def forms_of_float8(torch, device, arguments):
-    """An MLP of Llama 1B under DDP in 8 bits, compiled, forward and backward, beside bf16; and without F3, where a
-    tensor's amax is found at once, and without G, where the gradient of a weight is rounded to bf16 first."""
-    import float8
-    from model import MLP, ModelConfig
-
-    keys = TINY if device.type == 'cpu' else SIZES['Llama 1B']
-    config, multiply = ModelConfig.from_keys({'vocab_size': 64} | keys), float8.multiply
-    in_bf16, in_8_bits = MLP(config).to(device), MLP(config).to(device)
-    float8.convert(SimpleNamespace(blocks=[in_8_bits], compute_dtype=torch.bfloat16))
-    shape = keys['batch_size'], config.block_size, config.n_embd
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-    gradient = torch.randn_like(x)
-
-    def at_once(tensor, dtype):
-        amax = tensor.abs().amax().float()
-        return (amax / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
-
-    def rounded(a, b, scale_a, scale_b, dtype, fast=False):
-        return multiply(a, b, scale_a, scale_b, torch.bfloat16, fast).to(dtype)
-
-    def way(layer, scale_of=float8.scale_of, multiply=multiply):
-        forward = torch.compile(layer.forward)
-
-        def step():
-            layer.zero_grad()
-            with mock.patch.multiple(float8, scale_of=scale_of, multiply=multiply):
-                forward(x).backward(gradient)
-
-        return step
-
-    ways = {'now ms': way(in_8_bits), 'without F3 ms': way(in_8_bits, scale_of=at_once)}
-    ways |= {'without G ms': way(in_8_bits, multiply=rounded), 'bf16 ms': way(in_bf16)}
-    return in_turns(torch, device, ways)
 
 
 def experts(torch, device, arguments):
@@ -640,7 +402,7 @@ def main():
 
     name, of, device, out, *script = sys.argv[1:]
     arguments = SimpleNamespace(of=of, device=device, out=out, script=script)
-    print(json.dumps(globals()[name.replace(' ', '_')](torch, torch.device(device), arguments)))
+    print(json.dumps((vars(forms) | globals())[name.replace(' ', '_')](torch, torch.device(device), arguments)))
 
 
 if __name__ == '__main__':

@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
 import float8
+from benchmarks.forms import KeptTransposed
 from benchmarks.gpu import SIZES
 from model import GPT, ModelConfig
 from planning.activations import kernels_of_cuda
@@ -145,8 +146,13 @@ def main():
     parser.add_argument('--size', choices=sizes, default='Llama 1B')
     parser.add_argument('--float8', action='store_true')
     parser.add_argument('--sharded', action='store_true')
+    parser.add_argument(
+        '--with_f5', action='store_true', help='float8 keeps transposed inputs: see benchmarks/forms.py'
+    )
     args = parser.parse_args()
 
+    if args.with_f5:
+        float8.Float8Matmul = KeptTransposed
     size = SIZES[args.size]
     config = ModelConfig.from_keys(size | dict(vocab_size=50304, n_layer=1))
     tokens, total, number, of_others = size['batch_size'] * config.block_size, 0, 0, 0

@@ -11,7 +11,7 @@ import torch
 from faults import wait_until
 from launch import REPO, run_script
 
-from benchmarks import gpu, gpu_checks
+from benchmarks import gpu
 from benchmarks.gpu import Bench, Check
 from dataset.windows import open_dataset
 
@@ -191,13 +191,6 @@ def test_kernels_of_the_last_step_in_a_trace_are_summed_by_kind_and_gaps_are_idl
     (tmp_path / 'trace.json').write_text(trace([(kernels, 60, 200)]))
     found = gpu.summary_of_trace(tmp_path / 'trace.json', tmp_path / 'step.svg')
     assert found['traced_ms'] == pytest.approx(0.2) and found['idle_ms'] == pytest.approx(0.02)
-
-
-def test_ways_that_are_compared_take_turns():
-    calls = []
-    ways = {name: lambda name=name: calls.append(name) for name in 'ab'}
-    found = gpu_checks.in_turns(torch, torch.device('cpu'), ways, rounds=3)
-    assert calls == ['a', 'b'] * 5 and list(found) == ['a', 'b'] and min(found.values()) >= 0
 
 
 # --- the checks -------------------------------------------------------------------------------------------------------
