@@ -37,7 +37,7 @@ from model import (
 )
 
 
-def in_turns(torch, device, ways, rounds=10):
+def in_turns(device, ways, rounds=10):
     """
     {name: milliseconds of the fastest of some calls} of {name: function}. Each round calls them all, because clocks
     drift by 2.5% within a minute, and so they slow down all alike. Where functions return lists of tensors, there is
@@ -88,7 +88,7 @@ def shape_of(name, device, **changes):
     return keys, ModelConfig.from_keys({'vocab_size': 50304} | keys | changes)
 
 
-def forms_of_the_loss(torch, device, arguments):
+def forms_of_the_loss(device, arguments):
     """The head and the loss, eager and compiled, beside their matmuls; compiled also without A, without C, with E."""
 
     def two_passes(logits, targets, vocab_size, z_loss, with_gradient):
@@ -144,10 +144,10 @@ def forms_of_the_loss(torch, device, arguments):
         'eager ms': lambda: step(cross_entropy),
         'matmuls ms': matmuls,
     }
-    return in_turns(torch, device, ways)
+    return in_turns(device, ways)
 
 
-def forms_of_attention(torch, device, arguments):
+def forms_of_attention(device, arguments):
     """One layer's attention compiled, forward and backward, and the same without D: rotated after the transposes."""
     keys, config = shape_of(arguments.of, device)
     layer = Attention(config, RotaryEmbedding(config)).to(device, torch.bfloat16)
@@ -165,10 +165,10 @@ def forms_of_attention(torch, device, arguments):
         forward = torch.compile(form)
         return lambda: gradients_of(forward, x, gradient, [*layer.parameters()])
 
-    return in_turns(torch, device, {'now ms': way(layer.forward), 'without D ms': way(rotated_last)})
+    return in_turns(device, {'now ms': way(layer.forward), 'without D ms': way(rotated_last)})
 
 
-def forms_of_a_layer(torch, device, arguments):
+def forms_of_a_layer(device, arguments):
     """One of the larger linear layers under DDP, compiled, forward and backward, and without G: by autograd."""
     tokens, width, hidden = (256, 64, 128) if device.type == 'cpu' else (16384, 2048, 8192)
     layer = Linear(width, hidden, bias=False).to(device)
@@ -180,10 +180,10 @@ def forms_of_a_layer(torch, device, arguments):
         return lambda: gradients_of(forward, x, gradient, [layer.weight])
 
     before = way(lambda x: F.linear(x, layer.weight.to(x.dtype)))
-    return in_turns(torch, device, {'now ms': way(layer.forward), 'without G ms': before})
+    return in_turns(device, {'now ms': way(layer.forward), 'without G ms': before})
 
 
-def forms_of_a_block(torch, device, arguments):
+def forms_of_a_block(device, arguments):
     """A block compiled as make_model() does, forward and backward, and with I: Inductor tries more sizes of tiles."""
     keys, config = shape_of(arguments.of, device)
     rotary = None if config.arch == 'gpt2' else RotaryEmbedding(config)
@@ -196,10 +196,10 @@ def forms_of_a_block(torch, device, arguments):
         forward = torch.compile(block.forward, **options)
         return lambda: gradients_of(forward, x, gradient, [*block.parameters()])
 
-    return in_turns(torch, device, {'now ms': way(), 'with I ms': way(options={'coordinate_descent_tuning': True})})
+    return in_turns(device, {'now ms': way(), 'with I ms': way(options={'coordinate_descent_tuning': True})})
 
 
-def forms_of_the_ends(torch, device, arguments):
+def forms_of_the_ends(device, arguments):
     """
     What comes before the blocks and after them, but for the loss, forward and backward, where the head is tied: the
     embedding, the last norm, and the sum of the embedding's and the head's gradient. With F both are compiled. With H
@@ -239,7 +239,7 @@ def forms_of_the_ends(torch, device, arguments):
     with_f = [torch.compile(form) for form in now]
     ways = {'now ms': lambda: way(now), 'with F ms': lambda: way(with_f)}
     ways |= {'with H ms': lambda: way(now, lambda x: Added.apply(weight, x))}
-    return in_turns(torch, device, ways)
+    return in_turns(device, ways)
 
 
 def updated_with_amax(theta, g, m, v, divisor, lr, correction1, correction2):
@@ -254,7 +254,7 @@ def updated_with_amax(theta, g, m, v, divisor, lr, correction1, correction2):
     return theta.bfloat16().abs().amax(-1)
 
 
-def forms_of_the_update(torch, device, arguments):
+def forms_of_the_update(device, arguments):
     """
     Clipping, AdamW's step of half a billion numbers in matrices, and the largest number of each matrix, which float8
     needs. Without B gradients are scaled in a pass of their own. With F6 AdamW's pass finds the largest numbers.
@@ -294,7 +294,7 @@ def forms_of_the_update(torch, device, arguments):
         return step
 
     ways = {'now ms': of_today(on_its_way=True), 'without B ms': of_today(on_its_way=False)}
-    return in_turns(torch, device, ways | {'with F6 ms': in_one_pass()})
+    return in_turns(device, ways | {'with F6 ms': in_one_pass()})
 
 
 @torch.library.custom_op('forms::cast_twice', mutates_args=())
@@ -327,7 +327,7 @@ class KeptTransposed(float8.Float8Matmul):
         return float8.multiply(x8, w8.T, scale_x, scale_w, x.dtype, fast=True)
 
 
-def forms_of_float8(torch, device, arguments):
+def forms_of_float8(device, arguments):
     """
     An MLP of Llama 1B under DDP in 8 bits, compiled, forward and backward, beside bf16; without F3, where a tensor's
     amax is found at once; without G, where the gradient of a weight is rounded to bf16 first; with F5, see above.
@@ -357,10 +357,10 @@ def forms_of_float8(torch, device, arguments):
 
     ways = {'now ms': way(in_8_bits), 'with F5 ms': way(in_8_bits, Float8Matmul=KeptTransposed)}
     ways |= {'without F3 ms': way(in_8_bits, scale_of=at_once), 'without G ms': way(in_8_bits, multiply=rounded)}
-    return in_turns(torch, device, ways | {'bf16 ms': way(in_bf16)})
+    return in_turns(device, ways | {'bf16 ms': way(in_bf16)})
 
 
-def forms_of_one_rank(torch, device, arguments):
+def forms_of_one_rank(device, arguments):
     """
     Forward and backward of fsdp_manual on one rank, where a gather is a copy, and so is a reduction. With J weights
     stay whole for backward, as under stage 2, and gradients are copied one by one instead of being cut into chunks.
@@ -394,4 +394,4 @@ def forms_of_one_rank(torch, device, arguments):
 
         return step
 
-    return in_turns(torch, device, {'now ms': way(zero_stage=3), 'with J ms': way(2, copied)})
+    return in_turns(device, {'now ms': way(zero_stage=3), 'with J ms': way(2, copied)})

@@ -3,9 +3,9 @@ Checks of benchmarks/gpu.py that are no training runs, each in a process of its 
 
     python benchmarks/gpu_checks.py NAME OF DEVICE OUT [SCRIPT OPTIONS ...]
 
-The function whose name is NAME, with underscores for spaces, here or in benchmarks/forms.py, is given torch, the
-device, and these arguments: OF is a variant of the check, OUT the folder of results. What it returns is printed as the
-last line, in JSON.
+The function whose name is NAME, with underscores for spaces, here or in benchmarks/forms.py, is given the device
+and these arguments: OF is a variant of the check, OUT the folder of results. What it returns is printed as the last
+line, in JSON.
 """
 
 import json
@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
@@ -26,7 +28,7 @@ from benchmarks.gpu import EXPERTS, SIZES, TINY, TINY_EXPERTS, options
 from system.files import code_version
 
 
-def versions(torch, device, arguments):
+def versions(device, arguments):
     found = {'day': time.strftime('%Y-%m-%d'), 'code': code_version(REPO).partition(', ')[0]}
     found |= {'python': sys.version.split()[0], 'torch': torch.__version__, 'CUDA': torch.version.cuda}
     found |= {'compiler': shutil.which('gcc') or shutil.which('cc') or 'none'}
@@ -44,7 +46,7 @@ def versions(torch, device, arguments):
     return found
 
 
-def experts(torch, device, arguments):
+def experts(device, arguments):
     """
     One layer's experts in bf16, where the first expert gets no row. Are all experts in one kernel as near to float64 as
     one after the other? Found are relative distances of the output and of the gradients. Then the time of forward and
@@ -101,10 +103,10 @@ def experts(torch, device, arguments):
         'dense twin ms': lambda: dense(x).sum().backward(),
         'with router and sorting ms': lambda: mixture(x)[0].sum().backward(),
     }
-    return found | in_turns(torch, device, ways)
+    return found | in_turns(device, ways)
 
 
-def compiled_experts(torch, device, arguments):
+def compiled_experts(device, arguments):
     """
     A small mixture in bf16 with one kind of activation checkpointing, on batches of two sizes: how far compiled and
     eager are apart in loss and gradients (relative), and how many graphs all blocks together have. It should be two.
@@ -140,7 +142,7 @@ def compiled_experts(torch, device, arguments):
     return found
 
 
-def syncs(torch, device, arguments):
+def syncs(device, arguments):
     """Lines of code at which the host waits for the GPU, in ten steps of fsdp_manual.py of which two are logged."""
     import warnings
 
@@ -167,7 +169,7 @@ def syncs(torch, device, arguments):
     return {'waits': lines}
 
 
-def page_locked(torch, device, arguments):
+def page_locked(device, arguments):
     """Train, and say how much host memory was page-locked. Blocks are rounded up, so it is more than was asked for."""
     train_here(arguments.script)
     if device.type != 'cuda' or not hasattr(torch.cuda, 'host_memory_stats'):
@@ -190,7 +192,7 @@ def train_here(command):
         os._exit = leave
 
 
-def one_of_four_ranks(torch, device, arguments):
+def one_of_four_ranks(device, arguments):
     """A step of one rank of four whose collectives do nothing: time of the step, time of the host, peak memory."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -229,11 +231,11 @@ def one_of_four_ranks(torch, device, arguments):
         opt.zero_grad()
         host.append(1e3 * (time.perf_counter() - began))
 
-    found = in_turns(torch, device, {'ms': step}) | {'host ms': round(min(host), 3)}
+    found = in_turns(device, {'ms': step}) | {'host ms': round(min(host), 3)}
     return found | ({'peak GB': torch.cuda.max_memory_allocated() / 1e9} if on_cuda else {})
 
 
-def tiny_llama(torch, device, arguments):
+def tiny_llama(device, arguments):
     """Save a tiny Llama of transformers and a tokenizer of bytes with a chat template, and datasets of 300
     conversations and of 300 pairs by prepare_data.py, and prompts that noise sometimes answers right."""
     import transformers
@@ -277,7 +279,7 @@ def tiny_llama(torch, device, arguments):
     return {'conversations': len(chats)}
 
 
-def llama_8B(torch, device, arguments):
+def llama_8B(device, arguments):
     """Write a folder with the shapes of Llama 3.1 8B. The matrices of its blocks are zeros, which take no room on the
     disk because the file is sparse. Matmuls with zeros draw less power than with weights."""
     import numpy as np
@@ -315,7 +317,7 @@ def llama_8B(torch, device, arguments):
     return {'GB': end / 1e9}
 
 
-def peft(torch, device, arguments):
+def peft(device, arguments):
     """Tokens/s of 8B with LoRA in a plain loop of transformers and peft, with gradient checkpointing, as in trainers
     that build on them. Two sequences of 4096 tokens are too many for 80 GB there, so it gets one."""
     import peft
@@ -347,7 +349,7 @@ def peft(torch, device, arguments):
     return found | ({'peak_gb': torch.cuda.max_memory_allocated() / 1e9} if device.type == 'cuda' else {})
 
 
-def generate(torch, device, arguments):
+def generate(device, arguments):
     """Milliseconds per token, with and without cuDNN's attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -368,11 +370,11 @@ def generate(torch, device, arguments):
             sampling.generate_batch(model, [prompt], tokens, temperature=1.0)
 
     ways = {'without cuDNN': lambda: answer(others), 'with': lambda: answer([*others, SDPBackend.CUDNN_ATTENTION])}
-    found = in_turns(torch, device, ways, rounds=3)
+    found = in_turns(device, ways, rounds=3)
     return {f'{name}, ms a token': round(ms / tokens, 4) for name, ms in found.items()}
 
 
-def nanogpt(torch, device, arguments):
+def nanogpt(device, arguments):
     """Tokens/s of nanoGPT's train.py with 124M parameters, from the times that it prints; ours is `124M gpt2 ddp`."""
     shape = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=32'.split()
     if device.type == 'cpu':
@@ -398,11 +400,9 @@ def nanogpt(torch, device, arguments):
 
 
 def main():
-    import torch
-
     name, of, device, out, *script = sys.argv[1:]
     arguments = SimpleNamespace(of=of, device=device, out=out, script=script)
-    print(json.dumps((vars(forms) | globals())[name.replace(' ', '_')](torch, torch.device(device), arguments)))
+    print(json.dumps((vars(forms) | globals())[name.replace(' ', '_')](torch.device(device), arguments)))
 
 
 if __name__ == '__main__':

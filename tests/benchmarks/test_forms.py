@@ -30,7 +30,7 @@ def test_ways_that_are_compared_take_turns():
 
     ways = {'a': way('a', [torch.tensor([4.0]), torch.tensor([2.0, -1.0])]), 'none': way('none', None)}
     ways |= {'b ms': way('b', [torch.tensor([4.0]), torch.tensor([2.0, -1.5])])}
-    found = forms.in_turns(torch, torch.device('cpu'), ways, rounds=3)
+    found = forms.in_turns(torch.device('cpu'), ways, rounds=3)
     assert calls == ['a', 'none', 'b'] * 5 and [*found] == ['a', 'none', 'b ms', 'b, apart']
     assert found.pop('b, apart') == 0.25 and min(found.values()) >= 0
 

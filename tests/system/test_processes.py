@@ -281,7 +281,7 @@ def heap_after_blocks(blocks=8, size=2**26):
     return faults, re.findall(r'\[heap\](?:.*\n)*?VmFlags: (.*)', Path('/proc/self/smaps').read_text())
 
 
-@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='glibc')
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='malloc of glibc under Linux')
 def test_on_a_cpu_freed_memory_is_used_again_and_may_come_in_large_pages():
     ((faults, flags),) = run_function(1, heap_after_blocks)
     pages = 2**26 // mmap.PAGESIZE  # of one block; fewer faults where the system has large pages to give
