@@ -1,12 +1,13 @@
 """
-Writing files so that they are complete or absent, even if the process is killed or the power fails; and the folders of
-this project's own code.
+Writing files so that they are complete or absent, even if the process is killed or the power fails; reading what
+somebody else may have written; and the folders of this project's own code.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -44,6 +45,18 @@ def read_json(path):
         return json.loads(path.read_text(encoding='utf-8'))
     except ValueError:
         raise ValueError(f'{path} is damaged: delete it, and start again') from None
+
+
+def bare_name(name, where):
+    """A name that a file says, to be joined to the path of that file's own folder. where: the file and its field.
+
+    Raises ValueError for anything else, such as ../../.bashrc: whoever wrote that file would otherwise decide which
+    files of this machine are read and written."""
+    # Not `-` first, which commands take for an option. 200 leaves room for an ending: file systems allow 255 bytes.
+    if isinstance(name, str) and re.fullmatch(r'\.?\w[\w.-]*', name) and len(os.fsencode(name)) <= 200:
+        return name
+    rule = 'expected the name of a file in its own folder, of letters, digits, and the signs . _ -'
+    raise ValueError(f'{where}: found {ascii(name)[:100]}, {rule}')
 
 
 def merge_command(folder):
