@@ -15,6 +15,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 ROOMS = (
     'runtime', 'system', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool',
 )  # fmt: skip
+LARGEST_JSON = 2**26  # bytes; an index of 100,000 tensors takes 10 MB
+IN_WORDS = {str: 'a text', bool: 'true or false', int: 'a whole number from 0 on', float: 'a number'}
+IN_WORDS |= {list: 'a list', dict: 'an object'}
 LFS_POINTER = b'version https://git-lfs.github.com/spec/'  # a clone without git-lfs has this instead of the file
 FOLDERS = {
     ROOT,
@@ -39,12 +42,60 @@ def write_file(path, text):
         file.write(text)
 
 
-def read_json(path):
-    """The content of a JSON file. path: a Path. Raises ValueError if the file is damaged."""
+def read_json(path, form=None, mend='delete it, and start again'):
+    """The content of a JSON file, which somebody else may have written. form: what it has to be, see check_form().
+
+    Raises ValueError in one line: the file, the field, what was found, what was expected, and at its end `mend`."""
+    with open(path, 'rb') as file:
+        data = file.read(LARGEST_JSON + 1)
     try:
-        return json.loads(path.read_text(encoding='utf-8'))
-    except ValueError:
-        raise ValueError(f'{path} is damaged: delete it, and start again') from None
+        return parse_json(data, form, path)
+    except ValueError as error:
+        raise ValueError(f'{error}; {mend}') from None
+
+
+def parse_json(data, form, where):
+    """The content of some bytes of JSON. where: what an error calls them. Raises ValueError, see read_json()."""
+    try:
+        if len(data) > LARGEST_JSON:
+            raise ValueError(f'more than {LARGEST_JSON:,} bytes')
+        content = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        reason = 'nested too deeply' if isinstance(error, RecursionError) else ascii(str(error))[1:101]
+        raise ValueError(f'{where} is damaged: not JSON ({reason})') from None
+    if form is not None:
+        check_form(content, form, where)
+    return content
+
+
+def check_form(value, form, where, field=''):
+    """Raise ValueError unless what JSON says has a form. where: what says it. field: the name of the value in that.
+
+    form: str, bool, float, list or dict; int for a count; [form of each element]; {name: form} for an object, which may
+    lack a field whose name ends in ?, and have others; {str: form} for an object whose fields have any names, and
+    {bare_name: form} if these are names of files; bare_name for such a name."""
+    place = f'{where}: {field}' if field else where
+    if form is bare_name:
+        bare_name(value, place)
+        return
+    kind = form if isinstance(form, type) else type(form)
+    is_kind = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+    if not is_kind or (kind is int and not 0 <= value < 2**63):
+        found = IN_WORDS[type(value)] if isinstance(value, (list, dict)) else ascii(value)[:60]
+        raise ValueError(f'{place}: found {found}, expected {IN_WORDS[kind]}')
+    if isinstance(form, list):
+        for number, part in enumerate(value):
+            check_form(part, form[0], where, f'{field}[{number}]')
+    for key, inner in form.items() if isinstance(form, dict) else ():
+        is_name = isinstance(key, str)
+        for name in [key.removesuffix('?')] if is_name else value:
+            if is_name and key.endswith('?') and value.get(name) is None:
+                continue
+            if name not in value:
+                raise ValueError(f'{place}: found no {name}, expected an object that has it')
+            if key is bare_name:
+                bare_name(name, place)
+            check_form(value[name], inner, where, f'{field}.{ascii(name)[1:-1][:60]}'.lstrip('.'))
 
 
 def bare_name(name, where):
