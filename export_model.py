@@ -255,8 +255,7 @@ def write_fine_tuned(folder):
     if os.path.exists(os.path.join(pretrained.folder, 'generation_config.json')):
         model.generation_config = transformers.GenerationConfig()  # save_pretrained refuses some models' own
     model.save_pretrained(folder, max_shard_size=config.max_shard_size)
-    options = {'ignore': shutil.ignore_patterns('config.json'), 'copy_function': shutil.copyfile}
-    shutil.copytree(pretrained.folder, folder, dirs_exist_ok=True, **options)
+    finetune.copy_files(pretrained.folder, folder, leave_out=('config.json',))
     if state['config'].get('chats'):
         stop_after_answers(folder)
     if state['config'].get('fold_system'):

@@ -83,10 +83,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dataset.shards import ShardWriter, verify
+from dataset.shards import ShardWriter, read_meta, verify
 from evaluation.known_tasks import make_tasks
 from system import errors
-from system.files import write_file
+from system.files import check_form, read_json, write_file
 from text import encoding, sources
 from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS, PREFERENCES
 from text.conversations import digest_of, template_of, templates_of
@@ -98,6 +98,8 @@ from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 errors.report_errors(lambda: 'lower num_proc')
 
 STATE_FILE = 'unfinished.json'  # where to resume; replaced by meta.json when the dataset is complete
+# What is read of both when the command is typed again; see system.files.check_form().
+BEGUN = {'settings': dict, 'source': {'name': str, 'sha256': str}, 'splits': {str: {'tokens': int, 'shards': list}}}
 LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # deleted when a dataset is complete
 SAVE_SECONDS = 10  # between two saved states, so a kill costs about this much work
 UNITS_AHEAD = 64  # 1 MB each: they keep the workers busy for a third of a second while a shard goes to disk
@@ -311,16 +313,19 @@ is_resumed, was_there = False, folder.exists()
 if was_there:
     lock_folder()
     if (folder / 'meta.json').exists():
-        meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
-        if 'settings' not in meta:
+        meta = read_meta(folder)
+        if not {'settings', 'splits', 'source'} <= {*meta}:
             refuse('holds a meta.json that this script has not written')
+        check_form(meta, BEGUN, folder / 'meta.json')
         refuse_other_settings(meta, 'made')
         delete(*LEFTOVERS)
         print('nothing to do, it is complete:')
         print_summary(meta, folder, config)
         sys.exit()
     if (folder / STATE_FILE).exists():
-        found = json.loads((folder / STATE_FILE).read_text(encoding='utf-8'))
+        found = read_json(
+            folder / STATE_FILE, BEGUN | {'position': list, 'notes': dict}, f'delete {folder}, and start again'
+        )
         tokens_written = sum(totals['tokens'] for totals in found['splits'].values())
         if tokens_written:
             refuse_other_settings(found, 'half made')

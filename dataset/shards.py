@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from system.files import rename_durably, replacing, sha256_of
+from system.files import bare_name, check_form, read_json, rename_durably, replacing, sha256_of
 
 # Flags of a token: it counts in the loss as a target; it is the first of a conversation; as a target it is end-of-text
 # instead, with which this answer would end if it came last.
@@ -35,6 +35,25 @@ FORMATS = {np.dtype('<u2'): (20240520, 1), np.dtype('<u4'): (20240801, 7)}  # dt
 HEADERLESS_NAMES = ('train.bin', 'val.bin')
 # Megatron-LM's .bin files have no header, either; the .idx file beside each says what they hold. Code -> dtype.
 INDEX_MAGIC, INDEX_DTYPES = b'MMIDIDX\0\0', {1: 'uint8', 2: 'int8', 3: 'int16', 4: 'int32', 5: 'int64', 8: 'uint16'}
+# What meta.json may say: see check_form(). Whoever made a dataset wrote it, prepare_data.py or somebody else.
+SHARD = {'file': bare_name, 'tokens': int, 'sha256?': str, 'mask_file?': bare_name, 'mask_sha256?': str}
+SPLIT = {'shards': [SHARD], **dict.fromkeys(('tokens?', 'documents?', 'bytes?', 'max_token?'), int)}
+META = {
+    'format_version?': int,
+    'vocab_size?': int,
+    'eot_token?': int,
+    'dtype?': str,
+    'masked?': bool,
+    'pairs?': bool,
+    'splits?': {str: SPLIT},
+    'chat_templates?': {bare_name: str},
+    'settings?': {'chat_template?': str, 'fold_system?': bool},
+    'source?': dict,
+    'left_out?': {str: int},
+    'rows_kept?': int,
+}
+MASKED = {'splits?': {str: {'shards': [{'mask_file': bare_name}], 'learned_tokens': int, 'longest': int}}}
+TOKENIZER = {'name': str, 'eot_text?': str, 'bos_text?': [str], 'sha256?': str}
 LOOKED_AT = 1 << 16  # tokens of a file without a header that have to look like tokens
 
 
@@ -163,17 +182,37 @@ def _read_npy(path):
     return tokens
 
 
+def read_meta(folder):
+    """The dict in a dataset's meta.json, whose fields have the types of META; {} if there is no such file. Raises
+    ValueError for another one."""
+    path, mend = Path(folder) / 'meta.json', 'prepare the dataset again'
+    if not path.exists():
+        return {}
+    meta = read_json(path, META, mend)
+    if (version := meta.get('format_version') or 1) != 1:
+        raise ValueError(f'{path}: found format_version {version}, expected 1: a newer version of this project made it')
+    if meta.get('masked'):
+        check_form(meta, MASKED, path)
+    if isinstance(facts := meta.get('tokenizer'), dict) and 'name' in facts:
+        check_form(facts, TOKENIZER, path, 'tokenizer')
+        if 'eot_text' not in facts:  # otherwise the dataset has a tokenizer.json, and the name is but a name
+            bare_name(facts['name'], f'{path}: tokenizer.name')
+    return meta
+
+
 def verify(folder):
     """Compare the files of a dataset with the sha256 in its meta.json. Returns how many files there are. Raises
     ValueError that names those that differ or are missing, and FileNotFoundError without a meta.json."""
     path, expected = Path(folder) / 'meta.json', {}
     if not path.exists():
         raise FileNotFoundError(f'{path} is missing: it has the sha256 to compare the files with')
-    meta = json.loads(path.read_text(encoding='utf-8'))
+    meta = read_meta(folder)
+    hashes = {'sha256': str, 'mask_sha256': str} if meta.get('masked') else {'sha256': str}
+    check_form(meta, {'splits': {str: {'shards': [hashes]}}, 'tokenizer': dict}, path)
     for split in meta['splits'].values():
         for shard in split['shards']:
             expected[shard['file']] = shard['sha256']
-            if 'mask_file' in shard:
+            if meta.get('masked'):
                 expected[shard['mask_file']] = shard['mask_sha256']
     if 'sha256' in meta['tokenizer']:
         expected['tokenizer.json'] = meta['tokenizer']['sha256']

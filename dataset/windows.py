@@ -19,7 +19,6 @@ import difflib
 import functools
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.shards import AS_END, FIRST, LEARNED, read_shard
+from dataset.shards import AS_END, FIRST, LEARNED, read_meta, read_shard
 from dataset.shuffle import GOLDEN_GAMMA, MULTIPLIER, permuted
 
 ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
@@ -453,18 +452,6 @@ def _names_of_shards(folder, split, meta):
         )
     # Digits are compared as numbers, so that train_10 comes after train_9.
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
-
-
-def read_meta(folder):
-    """The dict in a dataset's meta.json; {} if there is no such file."""
-    path = folder / 'meta.json'
-    if not path.exists():
-        return {}
-    with open(path, encoding='utf-8') as file:
-        try:
-            return dict(json.load(file))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f'{path}: not a JSON object ({error}); prepare the dataset again') from error
 
 
 def _find_shards(folder, split, meta):

@@ -61,9 +61,10 @@ from model import (
 )
 from system import collectives, processes
 from system.errors import is_lost_peer, is_out_of_memory, one_line
-from system.files import merge_command, refuse_lfs_pointer
+from system.files import bare_name, merge_command, read_json, refuse_lfs_pointer, refuse_link_out
 
 KEPT = 'model'  # folder in out_dir with the files of init_from that a run needs, except the weights
+MORE_TEMPLATES = 'additional_chat_templates'  # the folder in a model's folder that has those with names
 LARGEST_KEPT = 2**26  # bytes of a file that is kept; a large vocabulary's tokenizer.json has 20 MB
 # What some classes do to their logits after the head's matmul; with any of these, the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
@@ -334,14 +335,7 @@ class Pretrained:
             return
         shutil.rmtree(f'{kept}.tmp', ignore_errors=True)
         os.makedirs(f'{kept}.tmp')
-        for name in os.listdir(self.folder):
-            path = os.path.join(self.folder, name)
-            is_weights = name.endswith(('.safetensors', '.bin', '.pth', '.pt', '.gguf', '.index.json'))
-            if os.path.isfile(path) and not is_weights and os.path.getsize(path) <= LARGEST_KEPT:
-                if not name.startswith(('.', 'download.', 'adapter_')):
-                    shutil.copyfile(path, os.path.join(f'{kept}.tmp', name))
-            elif name == 'additional_chat_templates':
-                shutil.copytree(path, os.path.join(f'{kept}.tmp', name))
+        copy_files(self.folder, f'{kept}.tmp')
         if self.chat_templates:
             keep_templates(f'{kept}.tmp', self.chat_templates)
         if self.unties or self.added_rows:  # config.json must say what is trained, since no weights are kept
@@ -416,9 +410,27 @@ class Pretrained:
         }
 
 
+def copy_files(folder, to, leave_out=()):
+    """Copy configuration, tokenizer, templates and licence of a model's folder, all but its weights, into another one.
+    Raises ValueError for a link that leads out of the folder."""
+    templates = os.path.join(folder, MORE_TEMPLATES)
+    names = os.listdir(folder)
+    names += [os.path.join(MORE_TEMPLATES, name) for name in os.listdir(templates)] if os.path.isdir(templates) else []
+    for name in names:
+        path, target = os.path.join(folder, name), os.path.join(to, name)
+        is_weights = name.endswith(('.safetensors', '.bin', '.pth', '.pt', '.gguf', '.index.json'))
+        is_kept = not is_weights and not name.startswith(('.', 'download.', 'adapter_')) and name not in leave_out
+        if is_kept and os.path.isfile(path) and os.path.getsize(path) <= LARGEST_KEPT:
+            refuse_link_out(path, folder)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            shutil.copyfile(path, target)
+
+
 def keep_templates(folder, templates):
     """Put chat templates, {name: text}, into a Hugging Face folder, in place of its own."""
-    more = os.path.join(folder, 'additional_chat_templates')
+    for name in templates:
+        bare_name(name, 'the name of a chat template')
+    more = os.path.join(folder, MORE_TEMPLATES)
     shutil.rmtree(more, ignore_errors=True)
     settings = os.path.join(folder, 'tokenizer_config.json')
     if os.path.exists(settings):
@@ -442,8 +454,8 @@ def refuse_adapter(folder):
     if os.path.exists(path):
         refuse_lfs_pointer(path)
         base = '(its file does not say which)'
-        with contextlib.suppress(ValueError, AttributeError), open(path, encoding='utf-8') as file:
-            base = json.load(file).get('base_model_name_or_path') or base
+        with contextlib.suppress(ValueError):
+            base = read_json(path, {'base_model_name_or_path?': str}).get('base_model_name_or_path') or base
         if any(file.startswith(('model', 'hf_model')) and file.endswith('.safetensors') for file in os.listdir(folder)):
             move = 'take adapter_config.json and adapter_model.* away if it is merged into that, as torchtune saves it'
             raise ValueError(f'{folder} holds an adapter of peft beside a model: {move}; else give each its own folder')

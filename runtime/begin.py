@@ -26,7 +26,7 @@ import torch.distributed as dist
 import data
 import offload
 from dataset.mixture import names_in, parse_stages
-from dataset.windows import read_meta
+from dataset.shards import read_meta
 from layout import Layout, Share
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from runtime import checkpoint, health, meter

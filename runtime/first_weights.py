@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import data
 from dataset.mixture import names_in, parse_stages
-from dataset.windows import read_meta
+from dataset.shards import read_meta
 from runtime import checkpoint
 from system import processes
 from text.tokenizer import as_argument, check_same_tokenizer, load_tokenizer, same_tokenizer

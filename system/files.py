@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -108,6 +109,21 @@ def bare_name(name, where):
         return name
     rule = 'expected the name of a file in its own folder, of letters, digits, and the signs . _ -'
     raise ValueError(f'{where}: found {ascii(name)[:100]}, {rule}')
+
+
+def refuse_link_out(path, folder):
+    """Raise ValueError if a file of a folder that somebody else made is a link out of that folder, as one to
+    ../../.ssh/id_rsa: what is copied of the folder would hold a file of this machine, and may be published. The links
+    of the hub's cache, from its snapshots/ into its blobs/, stay within a model."""
+    found, home = os.path.realpath(path), os.path.realpath(folder)
+    homes = [home]
+    if os.path.basename(os.path.dirname(home)) == 'snapshots':
+        homes.append(os.path.join(os.path.dirname(os.path.dirname(home)), 'blobs'))
+    if not any(found.startswith(f'{home}{os.sep}') for home in homes):
+        mend = f'cp --remove-destination {shlex.quote(found)} {shlex.quote(str(path))}'
+        raise ValueError(
+            f'{path}: found a link to {found}, expected a file of {folder}: delete it, or if you made it, `{mend}`'
+        )
 
 
 def merge_command(folder):

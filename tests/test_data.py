@@ -506,8 +506,42 @@ def test_meta_json_that_is_broken_or_of_another_preparation_is_refused(tmp_path)
         data.open_dataset(tmp_path, 'set', 'train', 32)
     for text in ('{"vocab_size": 1', '[1, 2]'):
         (folder / 'meta.json').write_text(text)
-        with pytest.raises(ValueError, match='meta.json: '):
+        with pytest.raises(ValueError, match='meta.json(: | is damaged).*prepare the dataset again'):
             data.open_dataset(tmp_path, 'set', 'train', 32)
+
+
+@pytest.mark.parametrize(
+    'change, said',
+    [
+        (lambda meta: meta['splits']['train']['shards'][0].update(file='../out/train_000000.bin'), r'shards\[0\].file'),
+        (lambda meta: meta['splits']['train']['shards'][0].update(mask_file='/etc/passwd'), r'shards\[0\].mask_file'),
+        (lambda meta: meta['splits']['train']['shards'][0].update(tokens=-700), r'shards\[0\].tokens: found -700'),
+        (lambda meta: meta['splits']['train']['shards'][0].pop('file'), r'shards\[0\]: found no file'),
+        (lambda meta: meta['splits']['train'].update(shards={}), 'splits.train.shards: found an object'),
+        (lambda meta: meta['splits']['train'].update(max_token=1e99), 'splits.train.max_token: found 1e[+]99'),
+        (lambda meta: meta['splits'].update(val=[]), 'splits.val: found a list'),
+        (lambda meta: meta.update(splits=[]), 'splits: found a list'),
+        (lambda meta: meta.update(vocab_size='100'), "vocab_size: found '100', expected a whole number"),
+        (lambda meta: meta.update(eot_token=True), 'eot_token: found True'),
+        (lambda meta: meta.update(dtype=16), 'dtype: found 16, expected a text'),
+        (lambda meta: meta.update(masked=True), r'shards\[0\]: found no mask_file'),
+        (lambda meta: meta.update(chat_templates={'../../x': 'text'}), "chat_templates: found '../../x'"),
+        (lambda meta: meta.update(tokenizer={'name': '/etc'}), "tokenizer.name: found '/etc'"),
+        (lambda meta: meta.update(tokenizer={'name': 'x', 'eot_text': 3}), 'tokenizer.eot_text: found 3'),
+        (lambda meta: meta.update(settings={'chat_template': []}), 'settings.chat_template: found a list'),
+        (lambda meta: meta.update(format_version=2), 'format_version 2, expected 1'),
+    ],
+)
+def test_a_meta_json_of_somebody_else_decides_no_path_and_ends_in_one_line(tmp_path, change, said):
+    make_dataset(tmp_path / 'out')
+    make_dataset(tmp_path / 'set')
+    meta = json.loads((tmp_path / 'set' / 'meta.json').read_text())
+    change(meta)
+    (tmp_path / 'set' / 'meta.json').write_text(json.dumps(meta))
+    for read in (lambda: data.open_dataset(tmp_path, 'set', 'train', 32), lambda: shards.verify(tmp_path / 'set')):
+        with pytest.raises(ValueError, match=f'set/meta.json: .*{said}') as refused:
+            read()
+        assert str(refused.value).isprintable()
 
 
 def test_a_block_size_longer_than_the_data_gives_the_numbers(tmp_path):

@@ -31,9 +31,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.shards import AS_END, FIRST, LEARNED
-from dataset.windows import read_meta
+from dataset.shards import AS_END, FIRST, LEARNED, read_meta
 from system.errors import one_line
+from system.files import bare_name, check_form, read_json, refuse_link_out
 from text.chat_rows import INSTRUCTIONS, SAID, THINK_TAG, THOUGHTS, is_learned
 
 # Put between the letters of a control token that a message spells, so that the tokenizer does not take it for one; the
@@ -114,10 +114,13 @@ def templates_of(folder):
     if (path := folder / 'chat_template.jinja').exists():
         files['default'] = path
     if files:
-        return {name: path.read_text(encoding='utf-8') for name, path in files.items()}
+        for path in files.values():
+            refuse_link_out(path, folder)
+        return {bare_name(name, path): path.read_text(encoding='utf-8') for name, path in files.items()}
     path = folder / 'tokenizer_config.json'
-    found = json.loads(path.read_text(encoding='utf-8')).get('chat_template') if path.exists() else None
+    found = read_json(path, dict, 'copy it again').get('chat_template') if path.exists() else None
     if isinstance(found, list) and all(isinstance(one, dict) and {'name', 'template'} <= {*one} for one in found):
+        check_form(found, [{'name': bare_name, 'template': str}], path, 'chat_template')
         return {one['name']: one['template'] for one in found}
     return {'default': found if isinstance(found, str) else json.dumps(found)} if found else {}
 

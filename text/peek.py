@@ -7,8 +7,7 @@ import numpy as np
 
 import data
 from dataset.mixture import names_in, parse_stages
-from dataset.shards import LEARNED
-from dataset.windows import read_meta
+from dataset.shards import LEARNED, read_meta
 from layout import counted
 from text.conversations import marked_text
 from text.tokenizer import tokenizer_of

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.shards import read_meta
 from system.errors import one_line
 from system.files import refuse_lfs_pointer, sha256_of, write_file
 from text.engine import SAMPLES, merges_of
@@ -222,9 +223,8 @@ def tokenizer_of_run(dataset_folder, vocab_size, name=None):
 
 def _read_meta(dataset_folder):
     """(a dataset's meta.json, what it says about the tokenizer); ({}, None) if it says nothing."""
-    path = Path(dataset_folder) / 'meta.json'
-    meta = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    facts = meta.get('tokenizer') if isinstance(meta, dict) else None
+    meta = read_meta(dataset_folder)
+    facts = meta.get('tokenizer')
     return (meta, facts) if isinstance(facts, dict) and 'name' in facts else ({}, None)
 
 

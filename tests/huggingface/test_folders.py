@@ -192,3 +192,40 @@ def test_tokenizers_are_of_a_class_that_transformers_4_has():
     written = rename({'tokenizer_class': 'TokenizersBackend', 'extra_special_tokens': ['<x>']})
     assert written == {'tokenizer_class': 'PreTrainedTokenizerFast', 'additional_special_tokens': ['<x>']}
     assert rename({'tokenizer_class': 'GPT2Tokenizer'}) == {'tokenizer_class': 'GPT2Tokenizer'}
+
+
+def test_links_out_of_a_folder_are_not_kept_nor_exported(folder_of, tmp_path):
+    """Whoever made the folder would get a file of this machine from the run that is shared, or from its export."""
+    folder = folder_of('llama')
+    (tmp_path / 'secret').write_text('PRIVATE')
+    (tmp_path / 'more').mkdir()
+    pretrained = finetune.Pretrained(str(folder), block_size=POSITIONS)
+    (folder / 'loop').symlink_to('.')
+    for target in ('../secret', str(tmp_path / 'secret'), 'loop/../secret'):
+        (folder / 'NOTICE').unlink(missing_ok=True)
+        (folder / 'NOTICE').symlink_to(target)
+        with pytest.raises(ValueError, match='NOTICE: found a link to .*secret'):
+            pretrained.keep_files(str(tmp_path / 'run'))
+        with pytest.raises(ValueError, match='NOTICE: found a link to .*secret'):  # as export_model.py does
+            finetune.copy_files(str(folder), str(tmp_path / 'export'))
+        assert not [path for path in tmp_path.rglob('NOTICE') if path.parent != folder]
+    (folder / 'NOTICE').unlink()
+    (folder / 'additional_chat_templates').symlink_to('../more')
+    (tmp_path / 'more' / 'x.jinja').write_text('PRIVATE')
+    with pytest.raises(ValueError, match='x.jinja: found a link to .*more/x.jinja'):
+        pretrained.keep_files(str(tmp_path / 'run'))
+
+
+def test_links_within_a_folder_and_into_the_blobs_of_the_hubs_cache_are_followed(folder_of, tmp_path):
+    snapshot, blobs = tmp_path / 'models--a--b' / 'snapshots' / '0123', tmp_path / 'models--a--b' / 'blobs'
+    shutil.copytree(folder_of('llama'), snapshot)
+    blobs.mkdir()
+    for name in ('config.json', 'tokenizer.json'):
+        (snapshot / name).rename(blobs / name)
+        (snapshot / name).symlink_to(f'../../blobs/{name}')
+    (snapshot / 'LICENSE').write_text('text')
+    (snapshot / 'NOTICE').symlink_to('LICENSE')
+    finetune.Pretrained(str(snapshot), block_size=POSITIONS).keep_files(str(tmp_path / 'run'))
+    kept = tmp_path / 'run' / finetune.KEPT
+    assert (kept / 'NOTICE').read_text() == 'text' and not (kept / 'NOTICE').is_symlink()
+    assert (kept / 'config.json').read_bytes() == (blobs / 'config.json').read_bytes()

@@ -35,7 +35,10 @@ FORM |= {'is?': bool, 'any?': {str: dict}}
         ('{"name": "x", "parts": {"0": 1}}', 'x.json: parts: found an object, expected a list'),
         ('{"name": "x", "parts": [{"file": "a"}, {}]}', r'x.json: parts\[1\]: found no file, expected'),
         ('{"name": "x", "parts": [{"file": "../a"}]}', r"x.json: parts\[0\].file: found '../a', expected the name"),
-        ('{"name": "x", "parts": [{"file": "a", "share": "1"}]}', r"x.json: parts\[0\].share: found '1', expected a number"),
+        (
+            '{"name": "x", "parts": [{"file": "a", "share": "1"}]}',
+            r"x.json: parts\[0\].share: found '1', expected a number",
+        ),
         ('{"name": "x", "of": {"../a": "b"}}', r"x.json: of: found '../a', expected the name of a file"),
         ('{"name": "x", "any": {"\\u001b[2J": []}}', r'x.json: any.\\x1b\[2J: found a list, expected an object'),
         ('{}', 'x.json: found no name, expected'),

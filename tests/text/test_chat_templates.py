@@ -8,6 +8,7 @@ import pytest
 import transformers
 from chats import CHATML, QWEN3, encoder_of, make_tokenizer, messages_of
 
+from huggingface.finetune import keep_templates
 from text.chat_rows import conversation_of
 from text.conversations import digest_of, fold_system_messages, template_of, templates_of, templates_of_data
 
@@ -55,6 +56,29 @@ def test_templates_are_found_wherever_transformers_finds_them(place, tmp_path):
     assert templates_of(folder) == theirs == expected
     assert expected != ONE or template_of(folder) == CHATML
     assert (digest_of(template_of(folder)) is None) == (place == 'none')
+
+
+@pytest.mark.parametrize('name', ['../../../PWNED', '/PWNED', 'a/PWNED', '', 3, None])
+def test_the_name_of_a_template_is_no_path(name, tmp_path):
+    make_tokenizer(tmp_path / 'model')
+    put_into_settings(tmp_path / 'model', [{'name': 'default', 'template': 'a'}, {'name': name, 'template': 'b'}])
+    with pytest.raises(ValueError, match=r'tokenizer_config.json: chat_template\[1\].name: found '):
+        templates_of(tmp_path / 'model')
+    (tmp_path / 'run' / 'model').mkdir(parents=True)
+    with pytest.raises(ValueError, match='the name of a chat template: found '):
+        keep_templates(tmp_path / 'run' / 'model', {'default': 'a', name: 'b'})
+    assert not [*(tmp_path / 'run').rglob('*PWNED*')] and not [*tmp_path.glob('PWNED*')]
+
+
+def test_a_template_that_is_a_link_out_of_the_folder_is_not_read(tmp_path):
+    (tmp_path / 'secret').write_text('PRIVATE')
+    make_tokenizer(tmp_path / 'model')
+    put(tmp_path / 'model', CHATML, tool_use=QWEN3)
+    link = tmp_path / 'model' / 'additional_chat_templates' / 'tool_use.jinja'
+    link.unlink()
+    link.symlink_to('../../secret')
+    with pytest.raises(ValueError, match='tool_use.jinja: found a link to .*secret'):
+        templates_of(tmp_path / 'model')
 
 
 def dataset_made_with(folder, template, **more):
