@@ -67,6 +67,13 @@ def encode_flat(numbers, dtype):
     return torch.cat([encode(F.pad(part, (0, -len(part) % block))[None], dtype)[0] for part in numbers.split(STRETCH)])
 
 
+def encoded_bytes(n, dtype):
+    """How many bytes encode_flat() makes of n numbers."""
+    block = BLOCKS.get(dtype, 1)
+    blocks = -(-n // block)
+    return int(blocks * block * BYTES[dtype]) + blocks * SCALES.get(dtype, 0)
+
+
 def decode_flat(payload, dtype):
     """The inverse of encode_flat(); the zeros of the padding may follow."""
     if dtype == 'float32' or not len(payload):

@@ -46,6 +46,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import time
 import uuid
 import warnings
@@ -57,12 +58,13 @@ import torch
 import torch.distributed as dist
 
 from configurator import read_knobs, refuse_gone
-from exchange.codec import decode_flat, encode_flat
+from exchange.codec import decode_flat, encode_flat, encoded_bytes
 from keys import GONE
 from moments import is_finite
 from pool.ledger import Ledger
+from pool.objects import COMMIT, POOL, SNAPSHOT, read_object, refuse_commit, refuse_ledger
 from pool.round_watch import RoundWatch
-from pool.rows import checksum, copies
+from pool.rows import checksum, copies, rows_of
 from pool.store import digest_of, open_store
 from system.collectives import on_rank_0
 from system.files import ROOT, write_file
@@ -80,7 +82,11 @@ def number_of_replicas(config):
         raise ValueError('exchange needs a package that is missing: pip install xxhash')
     if config.num_replicas is None:
         with contextlib.suppress(FileNotFoundError):
-            return json.loads(open_store(config.exchange).read('pool.json'))['keys']['num_replicas']
+            found = read_object(open_store(config.exchange), 'pool.json', {'keys': {'num_replicas': int}})
+            found = found['keys']['num_replicas']
+            if found < 1:
+                raise ValueError(f'{config.exchange}/pool.json: keys.num_replicas: found {found}, expected 1 or more')
+            return found
     if config.num_replicas is None:
         raise ValueError(f'exchange={config.exchange}: say how many replicas share a batch, as --num_replicas=8')
     return config.num_replicas
@@ -151,7 +157,7 @@ class Replica:
                 )
             self.store.probe()
             self.store.create('pool.json', json.dumps({'name': self.name, 'keys': keys}, indent=1).encode())
-        pool = json.loads(self.store.read('pool.json'))
+        pool = read_object(self.store, 'pool.json', POOL)
         refuse_gone(pool['keys'], f'exchange={self.config.exchange}: the pool trains', 'begin another pool')
         for key in {**keys, **pool['keys']}:
             # None is what a key means that the version which began the pool did not have, in `model` as well.
@@ -195,14 +201,14 @@ class Replica:
                     raise ValueError(f'exchange={self.config.exchange}: {reason}; wait for the next snapshot') from None
 
     def _snapshots(self):
-        return on_rank_0(lambda: [name for name in self.store.list('outer') if name.endswith('.json')])
+        return on_rank_0(lambda: [name for name in self.store.list('outer') if re.fullmatch(r'\d{6}\.json', name)])
 
     def _read_snapshot(self, name):
-        marker = on_rank_0(lambda: self._read_json(f'outer/{name}'))
+        marker = on_rank_0(self._snapshot, name)
         if marker is None:
             raise Damaged(f'outer/{name} is gone')
         for kind, flat in (('model', self.fragment.anchor), ('momentum', self.fragment.momentum)):
-            files = [f'outer/{marker["files"]}_{kind}_{rank:04}' for rank in range(marker['ranks'])]
+            files = [f'outer/{marker["files"]}_{kind}_{rank:04}' for rank in range(len(marker['xxh128'][kind]))]
             numbers, problem = self._read_rows(files, marker['xxh128'][kind], 'float32')
             if problems := [problem for problem in self._all_gather(problem) if problem]:
                 raise Damaged(problems[0])
@@ -210,9 +216,16 @@ class Replica:
         if self.digest() != marker['state']:
             raise Damaged(f'outer/{name} does not have the digest that it should have')
         self.ledger.load(marker['ledger'])
-        self.parent, self.members = marker['parent'], {*marker['members']}
+        self.parent, self.members = marker.get('parent'), {*marker['members']}
         self.number = self.own = self.average = None
         self._restart()
+
+    def _snapshot(self, name):
+        """What a snapshot says; None if it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            marker = read_object(self.store, f'outer/{name}', SNAPSHOT)
+            refuse_ledger(marker['ledger'], self.ledger, f'{self.store.address}/outer/{name}')
+            return marker
 
     def _restart(self):
         self.outer.restart_from_anchors()
@@ -267,11 +280,14 @@ class Replica:
             pieces = copies(self.shapes, (self.ranks, self.rank), (len(files), rank))
             if not pieces:
                 continue
+            rows = (rows_of(shape[0], len(files), rank) for shape in self.shapes)
+            n = sum((end - first) * shape[1:].numel() for (first, end), shape in zip(rows, self.shapes, strict=True))
+            size, room = encoded_bytes(n, dtype), mine.view(torch.uint8).numpy().data if is_like_here else None
             try:
-                data = self.store.read(name, mine.view(torch.uint8).numpy().data if is_like_here else None)
+                data = self.store.read(name, room, most=size + 1)
             except FileNotFoundError:
                 return None, f'{name} is missing'
-            if digest_of(data) != digests[rank]:
+            if len(data) != size or digest_of(data) != digests[rank]:
                 return None, f'{name} is damaged ({len(data)} bytes)'
             self.bytes_read += len(data)
             with warnings.catch_warnings():
@@ -283,9 +299,14 @@ class Replica:
                 mine[target : target + end - first] = numbers[first:end]
         return mine, None
 
-    def _read_json(self, name):
+    def _commit_of(self, round):
+        """The commit of a round; None if there is none."""
+        name = f'commits/{round:06}.json'
         with contextlib.suppress(FileNotFoundError):
-            return json.loads(self.store.read(name))
+            commit = read_object(self.store, name, COMMIT)
+            if round == self.ledger.round:
+                refuse_commit(commit, self.ledger, f'{self.store.address}/{name}')
+            return commit
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -443,7 +464,7 @@ class Replica:
         round can be closed with these deltas; or (None, None) if there is something to wait for."""
         (watch := self.watch).look()
         if watch.is_committed:
-            return self._read_json(f'commits/{self.ledger.round:06}.json'), None
+            return self._commit_of(self.ledger.round), None
         if watch.enough_at is not None and (not watch.late or watch.waited_s > self.config.grace_s):
             markers = dict(watch.markers)
             state = self._state_of_most(markers)
@@ -509,14 +530,13 @@ class Replica:
         commit = {
             'pool': self.pool, 'round': self.ledger.round, 'parent': self.parent, 'state': self.state,
             'closer': self.name, 'claims': 1 + max([*owners, *counted], default=-1),
-            'deltas': [{'number': number, **marker} for number, marker in counted.items()],
+            'deltas': [{**marker, 'number': number} for number, marker in counted.items()],
             'rejected': [{'number': number, 'why': why} for number, why in rejected.items()],
             'lost': [{'number': n, 'job': job} for n, job in owners.items() if n not in counted],
             'time': time.time(),
         }  # fmt: skip
-        name = f'commits/{self.ledger.round:06}.json'
-        self.store.create(name, json.dumps(commit).encode())
-        return self._read_json(name)
+        self.store.create(f'commits/{self.ledger.round:06}.json', json.dumps(commit).encode())
+        return self._commit_of(self.ledger.round)
 
     def _apply(self, commit):
         """Take the outer step of a commit. If this job's state or a delta's file differs from what the commit says,
@@ -553,7 +573,7 @@ class Replica:
             self._restart()
         if self.own and self.own[2] is not None and self.name in {marker['job'] for marker in markers.values()}:
             self.error = self.own[2]
-        self.members = {marker['job'] for marker in markers.values() if not marker['leaves']}
+        self.members = {marker['job'] for marker in markers.values() if not marker.get('leaves')}
         self.parent = hashlib.sha256(json.dumps(commit).encode()).hexdigest()
         self.number = self.own = self.average = None
         self.state = self.digest()
@@ -565,7 +585,7 @@ class Replica:
     def _catch_up(self, until=None):
         """Take the outer steps of all commits so far, or only of those before round `until`."""
         while self.ledger.round != until:
-            commit = on_rank_0(lambda: self._read_json(f'commits/{self.ledger.round:06}.json'))
+            commit = on_rank_0(self._commit_of, self.ledger.round)
             if commit is None:
                 return
             if commit['state'] != self.state:
@@ -582,7 +602,7 @@ class Replica:
         try:
             self._read_snapshot(oldest)
             first, self.state = self.ledger.round, self.digest()
-            for snapshot in on_rank_0(lambda: [self._read_json(f'outer/{name}') for name in others]):
+            for snapshot in on_rank_0(lambda: [self._snapshot(name) for name in others]):
                 self._catch_up(snapshot['ledger']['round'])
                 if self.state != snapshot['state']:
                     raise Damaged(f'the snapshot of round {self.ledger.round} has another digest, {snapshot["state"]}')
@@ -615,6 +635,6 @@ class Replica:
             self.noted = len(lines)
         with open(path, 'a', encoding='utf-8') as file:
             for round in range(self.noted, self.ledger.round):
-                row = last if last and last['round'] == round else self._read_json(f'commits/{round:06}.json')
+                row = last if last and last['round'] == round else self._commit_of(round)
                 file.write(json.dumps(row) + '\n')
                 self.noted = round + 1

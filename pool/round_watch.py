@@ -1,10 +1,11 @@
 """How rank 0 of a job watches the other jobs of the pool, in a thread of its own while the job trains."""
 
 import contextlib
-import json
 import re
 import threading
 import time
+
+from pool.objects import LARGEST, job_in, marker_in
 
 
 class RoundWatch:
@@ -38,9 +39,10 @@ class RoundWatch:
                 if number >= self.pieces:  # not a claim or delta of this round
                     continue
                 if found[1] == 'claim_' and number not in owners:
-                    owners[number] = store.read(f'{round}/{name}').decode()
+                    if job := job_in(store.read(f'{round}/{name}', most=LARGEST)):
+                        owners[number] = job
                 elif found[3] and number not in markers:
-                    markers[number] = self._parse(store.read(f'{round}/{name}'))
+                    markers[number] = marker_in(store.read(f'{round}/{name}', most=LARGEST))
             self.owners, self.markers = owners, markers
             now = time.monotonic()
             if self.enough_at is None and self.markers and self.are_enough(self.markers):
@@ -52,7 +54,7 @@ class RoundWatch:
             for job in late:
                 beat = None
                 with contextlib.suppress(FileNotFoundError):
-                    beat = store.read(f'alive/{job}')
+                    beat = store.read(f'alive/{job}', most=LARGEST)
                 before, since = self.beats.get(job, (beat, now))
                 self.beats[job] = (beat, since if beat == before else now)
             fresh = {job for job, (_, since) in self.beats.items() if now - since <= self.grace_s}
@@ -60,12 +62,6 @@ class RoundWatch:
 
     def are_enough(self, deltas):
         return len(deltas) >= min(self.quorum, self.pieces)
-
-    def _parse(self, text):  # contents of a marker; None for keys that it lacks
-        marker = dict.fromkeys(('pool', 'job', 'steps', 'leaves', 'state', 'dtype', 'xxh128'))
-        with contextlib.suppress(ValueError, TypeError):
-            marker |= json.loads(text)
-        return marker
 
     @property
     def waited_s(self):  # seconds since a quorum had delivered; 0 = it has not yet

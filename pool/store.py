@@ -18,6 +18,7 @@ import concurrent.futures
 import contextlib
 import errno
 import os
+import stat
 import time
 import uuid
 
@@ -67,16 +68,16 @@ class Store:
             self._retry('write', name, lambda: self._create(name, data))
             return True
         except FileExistsError:
-            return self.read(name) == data
+            return self.read(name, most=len(data) + 1) == data
 
     def replace(self, name, data):
         """Write an object, replacing an older one; a reader may see it half written."""
         self._retry('write', name, lambda: self._replace(name, data))
 
-    def read(self, name, room=None):
-        """The content of an object. room: a buffer; if it has the size of a Folder's file, the file is read into it and
-        `room` is returned, which saves the allocation."""
-        return self._retry('read', name, lambda: self._read(name, room))
+    def read(self, name, room=None, most=None):
+        """The content of an object, or of a larger one than `most` bytes its beginning. room: a buffer; if it has the
+        size of a Folder's file, the file is read into it and `room` is returned, which saves the allocation."""
+        return self._retry('read', name, lambda: self._read(name, room, most))
 
     def list(self, folder):
         """Names in a folder, sorted; [] if there is no such folder. Never from a cache."""
@@ -163,15 +164,25 @@ class Folder(Store):
         with open(self._path(name), 'wb') as file:
             file.write(data)
 
-    def _read(self, name, room=None):
-        with open(self._path(name), 'rb') as file:
-            if room is None or os.fstat(file.fileno()).st_size != len(room):
-                return file.read()
+    def _read(self, name, room=None, most=None):
+        # A pipe or device that somebody has put there would be read for ever, or waited for when it is opened.
+        with open(self._path(name), 'rb', opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise FileNotFoundError(errno.ENOENT, 'no regular file', self._path(name))
+            if room is None or about.st_size != len(room):
+                return file.read(most)
             file.readinto(room)
             return room
 
     def _list(self, folder):
+        self._refuse_link(folder)
         return os.listdir(self._path(folder))
+
+    def _refuse_link(self, folder):
+        """A link in place of a folder would have other files listed, and then deleted, than those of the pool."""
+        if folder and os.path.islink(self._path(folder)):
+            raise FileNotFoundError(errno.ENOENT, 'a link', self._path(folder))
 
     def _remove(self, name):
         os.remove(self._path(name))
@@ -179,6 +190,7 @@ class Folder(Store):
     def remove_folder(self, folder):
         """Delete a folder, including temporary files of killed writers."""
         with contextlib.suppress(OSError):
+            self._refuse_link(folder)
             for name in os.listdir(self._path(folder)):
                 os.remove(self._path(f'{folder}/{name}'))
             os.rmdir(self._path(folder))
@@ -199,8 +211,10 @@ class Bucket(Store):
     def _replace(self, name, data):
         self.files.pipe_file(f'{self.path}/{name}', data)
 
-    def _read(self, name, room=None):
-        return self.files.cat_file(f'{self.path}/{name}')
+    def _read(self, name, room=None, most=None):
+        path = f'{self.path}/{name}'
+        end = most if most is not None and self.files.size(path) > most else None
+        return self.files.cat_file(path, end=end)
 
     def _list(self, folder):
         self.files.invalidate_cache()

@@ -327,6 +327,11 @@ def test_a_delta_that_cannot_be_used_does_not_count_and_its_data_is_read_again(p
     assert not any(commit['rejected'] for commit in commits[1:])
 
 
+def test_a_marker_does_not_decide_for_which_piece_it_counts(pool_of):
+    jobs = pool_of().start('a', harm=(f'{FIRST}.json', Changed(number=7)))
+    assert not any(commit['rejected'] for commit in check(jobs, jobs.wait()))
+
+
 @pytest.mark.parametrize('others', [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_job_whose_parameters_differ_closes_no_round_of_the_others(pool_of, others):
     """Also if it is the first to find the round complete: the others wait until it has closed the round, or has not."""
