@@ -8,32 +8,118 @@ A text is right by the rule
 
     exact       if it is the answer, apart from white space around it;
     contains    if it contains the answer;
-    number      if its last number equals the last number of the answer, where 1,000 and $1000.00 are equal;
+    number      if its last number equals the answer, which is one number and nothing else: 1,000 and $1000.00 are
+                equal, and so are 1/2, \\frac{1}{2} and 0.5. NUMBER below says what is read as one;
     regex       if the first match of "pattern" (or its first group, if it has one) is the same in text and answer; if
-                the pattern does not match the answer, the text's match has to be the answer itself;
+                the pattern does not match the answer, the text's match has to be the answer itself. A search that
+                takes longer than LIMIT_S is given up, the text counts as wrong, and a line says so;
     gsm8k       by two rules of lm-evaluation-harness, each with its own score: strict_match takes the number behind
                 ####, flexible_extract the last number.
 """
 
 import json
 import re
-from decimal import Decimal
+import sys
+import unicodedata
+from fractions import Fraction
 from typing import NamedTuple
 
+from system.limits import OverLimit, at_most
+
 RULES = ('exact', 'contains', 'number', 'regex', 'gsm8k')
-NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?|-?\.\d+')
+LIMIT_S = 1  # seconds of CPU time for a search, of which a sound pattern needs a thousandth
 # From lm_eval/tasks/gsm8k/gsm8k.yaml: {score: (pattern, which of its matches counts)}, and what to ignore in a match.
 GSM8K = {
     'strict_match': (re.compile(r'#### (\-?[0-9\.\,]+)'), 0),
     'flexible_extract': (re.compile(r'(-?[$0-9.,]{2,})|(-?[0-9]+)'), -1),
 }
+given_up = set()  # patterns of which a line has said that they are too slow
 IGNORED = [re.compile(pattern) for pattern in (',', r'\$', '(?s).*#### ', r'\.$')]
+
+# --- numbers, which are read as a whole or not at all -----------------------------------------------------------------
+# Whatever has digits is a NUMBER; or an INDEX or exponent, which is passed over: cm^2, x_1, H2O; or something OTHER, of
+# which they are a part: 3:2, 3.2.1, 2^10, 2\sqrt{3}, 5 million. A text that ends in such has no number: 2 or 5 would be
+# the answer to another question.
+
+PLAIN = {  # what is written in several ways, and the way that NUMBER reads
+    '[\u2212\u2013\ufe63\uff0d]': '-',  # minus signs, and a dash that stands for one
+    r'[\u00a0\u2009\u202f]|\\[,;: ]': ' ',  # thin spaces, also LaTeX's, which group digits
+    r'\\!|\\(?=[$%])': '',
+    r'\{,\}': ',',
+    r'\^\{?\\circ\}?': '°',
+    r'\\(?:times|cdot)\b': '×',
+    r'\^\{([+-]?\d+)\}': r'^\1',
+    r'(?<=\d)\s*(?=\\[dtc]?frac)': ' ',  # of 1\frac{1}{2}
+    r'\\[dtc]?frac\s*(?:\{\s*(-?[\d,]+)\s*\}|(\d))\s*(?:\{\s*([\d,]+)\s*\}|(\d))(?![\d^])': r'\1\2/\3\4',
+}
+WHOLE = r'(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ]\d{3})+|\d+)'
+DECIMAL = rf'(?:{WHOLE}(?:\.\d+)?|(?<![\w.])\.\d+)'
+JOINS = r"""[.,:/^*×·+\-%'(){}\[\]]*(?:\\(?:sqrt|[dtc]?frac|div|pm)\W*)?"""  # make one expression of the digits around
+NUMBER = rf"""
+    (?P<minus>=\s*-\s*|(?<![A-Za-z0-9)\]}}%])-)?(?:(?<![A-Za-z0-9)\]}}%])\+)?(?:[$€£¥₹]\s?)?
+    (?:
+        (?:(?P<mixed>\d+)[ ])?(?P<top>{WHOLE})/(?P<bottom>{WHOLE})
+      | (?:(?P<factor>{DECIMAL})(?:e|\s?[×x*]\s?10\^)|10\^)(?P<exponent>[+-]?\d+)
+      | (?P<digits>{DECIMAL})
+    )
+    (?!{JOINS}\d | e[+-]?\d | x\d | [²³¹⁰-⁹^π√千万亿] | \s?\\(?:pi|sqrt)\b
+      | \s(?:hundred|thousand|million|billion|trillion|dozen)\b)"""
+INDEX = r'(?<=[\w)}])[\^_]\{?-?\d+ | [A-Za-z]-?\d[\d.]*'
+OTHER = rf"""
+    (?:[A-Za-z0-9)\]}}][+*/]|[)\]}}]-)?(?:\d|√\s?\d|\\(?:sqrt|[dtc]?frac)[^\d\s]{{0,40}}\d)(?:{JOINS}\d)*"""
+TOKEN = re.compile(rf'(?P<index>{INDEX})|{NUMBER}|(?P<other>{OTHER})', re.X | re.I)
+ALONE = re.compile(  # an answer: what may stand around its number does not change it
+    rf'(?:.*\#\#\#\#)?(?:\\boxed\{{|\\[(\[]|\$|\s)*{NUMBER}(?:[}}$%°.\s]|\\[)\]])*', re.X | re.I | re.S
+)
+LONGEST = 1000  # characters of a number, and powers of ten: 1e999999999 would take a week
+
+
+def in_plain_signs(text):
+    text = re.sub('[¼-¾⅐-⅞]', lambda found: ' ' + unicodedata.normalize('NFKC', found[0]).replace('⁄', '/'), text)
+    for pattern, plain in PLAIN.items():
+        text = re.sub(pattern, plain, text)
+    return text
+
+
+def value_of(number):
+    """What a match of NUMBER is as a Fraction; None for a division by zero, or if it is too long."""
+    mixed, top, bottom, factor, digits = (
+        re.sub('[, ]', '', number[part] or '') for part in ('mixed', 'top', 'bottom', 'factor', 'digits')
+    )
+    if len(number[0]) > LONGEST or abs(int(number['exponent'] or 0)) > LONGEST or (top and not int(bottom)):
+        return None
+    if top:
+        value = int(mixed or 0) + Fraction(int(top), int(bottom))
+    else:
+        value = Fraction(digits or factor or 1) * Fraction(10) ** int(number['exponent'] or 0)
+    return -value if number['minus'] else value
+
+
+def number_in(text):
+    """The last number of a text as a Fraction; None if there is none, or if its last digits are of something else."""
+    *_, last = (token for token in [None, *TOKEN.finditer(in_plain_signs(text))] if not token or not token['index'])
+    return value_of(last) if last and not last['other'] else None
+
+
+def number_alone(answer):
+    """The number that an answer is, apart from signs such as $, % and \\boxed{}, or what stands behind its ####; None
+    if it is none, or more than one."""
+    number = ALONE.fullmatch(in_plain_signs(answer))
+    return value_of(number) if number else None
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
     name: str
     answers: tuple  # texts, each of which is right
+    golds: tuple  # what of each answer is compared
     pattern: re.Pattern | None
+    place: str  # file and row, for messages
+
+    def __repr__(self):  # what a row says, wherever it stands: fingerprints are made of it
+        return f'Rule(name={self.name!r}, answers={self.answers!r}, pattern={self.pattern!r})'
 
     @classmethod
     def of(cls, row, place):
@@ -50,41 +136,62 @@ class Rule(NamedTuple):
                 f'{place}: rule={name!r}, pattern={pattern!r}: the rule regex needs a pattern, others have none'
             )
         try:
-            rule = cls(name, answers, None if pattern is None else re.compile(pattern))
-        except re.error as error:
-            raise ValueError(f'{place}: pattern={pattern!r} is no regular expression: {error}') from error
-        for answer in answers:
-            if name == 'number' and number_in(answer) is None:
-                raise ValueError(f'{place}: the answer {answer[:60]!r} has no number, which rule=number compares')
-            if name == 'gsm8k' and GSM8K['strict_match'][0].search(answer) is None:
-                raise ValueError(
-                    f'{place}: the answer {answer[-60:]!r} does not end in "#### 18", as rule=gsm8k reads it'
-                )
-        return rule
+            pattern = None if pattern is None else re.compile(pattern)
+            with at_most(LIMIT_S):
+                golds = tuple(gold_of(name, pattern, answer, place) for answer in answers)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f'{place}: pattern={pattern!r:.60} is no regular expression: {error}') from error
+        except OverLimit:
+            raise ValueError(f'{place}: {too_slow(pattern)} in its own answer') from None
+        return cls(name, answers, golds, pattern, place)
 
     def judge(self, text):
         """{name of a score: whether the text is right}."""
         if self.name == 'gsm8k':
-            golds = [without_ignored(answer) for answer in self.answers]
             return {
-                score: without_ignored(nth_match(pattern, which, text)) in golds
+                score: without_ignored(nth_match(pattern, which, text)) in self.golds
                 for score, (pattern, which) in GSM8K.items()
             }
         if self.name == 'contains':
-            return {'acc': any(answer in text for answer in self.answers)}
+            return {'acc': any(answer in text for answer in self.golds)}
         if self.name == 'number':
-            return {'acc': number_in(text) in [number_in(answer) for answer in self.answers]}
+            return {'acc': number_in(text) in self.golds}
         if self.name == 'regex':
-            found = first_group(self.pattern, text)
-            golds = [first_group(self.pattern, answer) or answer.strip() for answer in self.answers]
-            return {'acc': found in golds}
-        return {'acc': text.strip() in [answer.strip() for answer in self.answers]}
+            try:
+                with at_most(LIMIT_S):
+                    return {'acc': first_group(self.pattern, text) in self.golds}
+            except OverLimit:
+                if self.pattern not in given_up:  # once is enough
+                    line = f'WARNING: {self.place}: {too_slow(self.pattern)}. Such answers count as wrong'
+                    print(line, file=sys.stderr, flush=True)
+                given_up.add(self.pattern)
+                return {'acc': False}
+        return {'acc': text.strip() in self.golds}
 
 
-def number_in(text):
-    """The last number of a text as a Decimal; None if it has none."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(',', '')) if found else None
+def gold_of(name, pattern, answer, place):
+    """What a rule compares of an answer. Raises ValueError for one that it cannot read."""
+    if name == 'number':
+        if (number := number_alone(answer)) is None:
+            raise ValueError(
+                f'{place}: the answer {answer[-60:]!r} is no number, or more than one; rule=number compares a number '
+                'alone, such as -1,000.5, 3/4, 1e3, $7 or 50%: leave words and units out, or take another rule'
+            )
+        return number
+    if name == 'gsm8k':
+        if GSM8K['strict_match'][0].search(answer) is None:
+            raise ValueError(f'{place}: the answer {answer[-60:]!r} does not end in "#### 18", as rule=gsm8k reads it')
+        return without_ignored(answer)
+    if name == 'regex':
+        return first_group(pattern, answer) or answer.strip()
+    return answer if name == 'contains' else answer.strip()
+
+
+def too_slow(pattern):
+    return (
+        f'pattern={pattern.pattern[:60]!r} was searched for {LIMIT_S} s, as it tries too many ways to match: write it '
+        'without a repetition inside a repetition'
+    )
 
 
 def first_group(pattern, text):

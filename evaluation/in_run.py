@@ -23,6 +23,7 @@ from evaluation.tasks import (
     scores_of_answers,
 )
 from huggingface import finetune
+from system import collectives
 from system.processes import unwrapped
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of
 
@@ -93,7 +94,8 @@ class Evaluation:
             longest = max(len(prompt.tokens) + prompt.max_new_tokens for prompt in prompts)
             at_once = max(self.batch_size, self.tokens_at_once // longest)
             texts = generating.write_answers(model, prompts, self.encoder, at_once, self.device, bar, beat)
-            return texts, scores_of_answers(task, texts)
+            scores = scores_of_answers(task, texts)
+            return texts, collectives.on_rank_0(lambda: scores)  # the clock may have ended a search on one rank alone
         config = unwrapped(model).config
         # Rows with branches (see scoring.py) need these scripts' attention: transformers' own would mix the branches.
         shares = getattr(config, '_attn_implementation', finetune.ATTENTION) == finetune.ATTENTION

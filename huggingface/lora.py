@@ -20,6 +20,7 @@ from torch import nn
 
 from huggingface import nf4
 from model import generator_of, multiply_by_expert, through_experts, where_of_each
+from system.limits import OverLimit, at_most
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
 
@@ -44,9 +45,15 @@ def freeze(model, pretrained):
     if pretrained.freeze:
         parameters = dict(model.named_parameters())
         try:
-            frozen = [name for name in parameters if re.search(pretrained.freeze, name)]
-        except re.error as error:
+            with at_most(seconds=2):
+                frozen = [name for name in parameters if re.search(pretrained.freeze, name)]
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f'freeze={pretrained.freeze!r} is no regular expression: {error}') from error
+        except OverLimit:
+            raise ValueError(
+                f'freeze={pretrained.freeze!r} tries too many ways to match a name: write it without a repetition '
+                'inside a repetition'
+            ) from None
         if not frozen:
             raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter, as {min(parameters)}')
         for name in frozen:

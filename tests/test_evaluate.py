@@ -6,9 +6,11 @@ import json
 import math
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from short import slow_but
 from evaluation import grading, in_run, scoring, tasks
 from huggingface import finetune
 from model import GPT, ModelConfig
+from system import limits
 from text.tokenizer import load_transformers_tokenizer
 
 EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
@@ -333,6 +336,7 @@ def test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding(m
         ({'answer': '1,000', 'rule': 'number'}, 'first 7, then $1000.00.', {'acc': True}),
         ({'answer': '-3', 'rule': 'number'}, '3 of them', {'acc': False}),
         ({'answer': '3', 'rule': 'number'}, 'none', {'acc': False}),
+        ({'answer': ['7', '3/4'], 'rule': 'number'}, 'It is 0.75', {'acc': True}),
         ({'answer': 'x = 4 so (B)', 'rule': 'regex', 'pattern': r'\((\w)\)'}, 'I say (B) or (C)', {'acc': True}),
         ({'answer': 'B', 'rule': 'regex', 'pattern': r'\((\w)\)'}, 'I say (B)', {'acc': True}),
         ({'answer': 'B', 'rule': 'regex', 'pattern': r'\((\w)\)'}, 'I say B', {'acc': False}),
@@ -351,6 +355,122 @@ def test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding(m
 def test_a_rule_says_what_is_right(row, text, expected):
     rule = {'rule': 'gsm8k'} if 'strict_match' in expected else {}
     assert grading.Rule.of({'prompt': '?', **row, **rule}, 'file, row 1').judge(text) == expected
+
+
+HALF, QUARTERS = Fraction(1, 2), Fraction(3, 4)
+NUMBERS = {  # what a text says with its last number; None if its last digits are of something that is no number
+    'minus': {
+        '\u22125': -5,
+        'is \u20135.': -5,
+        '-$5': -5,
+        '$-5$': -5,
+        '= - 5': -5,
+        '- 5 apples': 5,
+        '+5': 5,
+    },
+    'ranges and dates': {'3-5': None, '3\u20135': None, '2024-01-05': None, '3:2': None, '3.2.1': None, '(3,5)': None},
+    'groups': {'1,234': 1234, '1\u202f234': 1234, '1 234': 1234, r'1,\!234': 1234, '1{,}234': 1234, '1,23': None},
+    'decimals': {'1.50': 3 * HALF, '.5': HALF, 'No.5': 5, '...5': 5, '18.': 18, '1.234,5': None, '5\n6': 6},
+    'signs': {
+        '$1000.00': 1000,
+        '\\$5': 5,
+        '50%': 50,
+        r'50\%': 50,
+        '\\boxed{18}': 18,
+        '**18**': 18,
+        '_18_': 18,
+        '#### 1,080': 1080,
+    },
+    'units': {
+        '7 cm^2': 7,
+        '7 cm^{2}': 7,
+        '7cm2': 7,
+        '7 m\u00b2': 7,
+        r'45^\circ': 45,
+        '18km': 18,
+        'x_1 = 5': 5,
+        '5 H2O': 5,
+    },
+    'fractions': {
+        '3/4': QUARTERS,
+        '-3/4': -QUARTERS,
+        r'\frac{3}{4}': QUARTERS,
+        r'-\dfrac34': -QUARTERS,
+        r'\frac{-3}{4}': -QUARTERS,
+    },
+    'mixed': {'1 1/2': 3 * HALF, r'1\frac{1}{2}': 3 * HALF, r'1\frac12': 3 * HALF, '1\u00bd cups': 3 * HALF},
+    'no fractions': {'1/0': None, '1/2/3': None, '3/-4': None, r'\frac{\pi}{2}': None, r'\frac{1}{2}^2': None},
+    'powers of ten': {'1e3': 1000, '2.5\u00d710^3': 2500, r'3 \times 10^{4}': 30000, '10^{-3}': Fraction(1, 1000)},
+    'too long': {'1e999999999': None, '9' * 5000: None, '10^99999': None},
+    'expressions': {
+        r'2\sqrt{3}': None,
+        r'\sqrt[3]{5}': None,
+        '2\u03c0': None,
+        r'2\pi': None,
+        '2^10': None,
+        '5\u00b2': None,
+    },
+    'more expressions': {'2+3': None, 'y = 2x+5': None, '4*13=52': 52, '1e3.5': None, '0x1F': None},
+    'words': {'5 million': None, '5\u4e07': None, '\u7b54\u6848\u662f18\u3002': 18},
+}
+
+
+@pytest.mark.parametrize('kind', NUMBERS)
+def test_a_number_is_read_as_a_whole_or_not_at_all(kind):
+    assert {text: grading.number_in(text) for text in NUMBERS[kind]} == NUMBERS[kind]
+    assert {text: grading.number_in(f'From 7 follows: {text}') for text in NUMBERS[kind]} == NUMBERS[kind]
+    assert grading.number_in('inf, nan') is None
+
+
+def test_an_answer_of_the_rule_number_is_a_number_and_nothing_else():
+    alone = {
+        '-5': -5,
+        '3/4': QUARTERS,
+        r'$\frac{3}{4}$': QUARTERS,
+        '1e3': 1000,
+        '$1,000.50': Fraction(2001, 2),
+        '50%': 50,
+    }
+    alone |= {r'\boxed{7}': 7, 'So 3 and 4.\n#### 7': 7, '18.': 18, r'45^\circ': 45, r'\(5\)': 5, '1 1/2': 3 * HALF}
+    assert {answer: grading.number_alone(answer) for answer in alone} == alone
+    more = [
+        '7 cm^2',
+        '18 apples',
+        'x = 5',
+        '3 or 4',
+        '3, 4',
+        r'2\sqrt{3}',
+        '5 million',
+        '1,00',
+        '1/0',
+        '1e99999',
+        '(B)',
+        '7 8',
+    ]
+    assert [answer for answer in more if grading.number_alone(answer) is not None] == []
+
+
+def test_the_same_row_elsewhere_is_the_same():
+    rows = [{'prompt': '?', 'answer': '5', 'rule': 'regex', 'pattern': r'\d'}] * 2
+    assert len({repr(grading.Rule.of(row, f'row {n}')) for n, row in enumerate(rows)}) == 1
+
+
+def test_a_pattern_that_backtracks_for_ever_ends_as_a_wrong_answer_and_is_named(monkeypatch, capfd):
+    monkeypatch.setattr(grading, 'LIMIT_S', 0.05)
+    row = {'prompt': '?', 'rule': 'regex', 'pattern': r'(?:\w+\s?)*</answer>'}
+    rule = grading.Rule.of({**row, 'answer': '5</answer>'}, 'a.jsonl, row 7')
+    assert rule.judge('5</answer>') == {'acc': True}
+    for _ in range(2):
+        assert rule.judge('word ' * 12 + 'a' * 20 + '!') == {'acc': False}
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("WARNING: a.jsonl, row 7: pattern='(?:\\\\w+\\\\s?)*</answer>' was searched for 0.05 s")
+    assert rule.judge('5</answer>') == {'acc': True}
+    with pytest.raises(ValueError, match='row 8: .* in its own answer'):
+        grading.Rule.of({**row, 'answer': 'word ' * 20}, 'a.jsonl, row 8')
+    with pytest.raises(limits.OverLimit), limits.at_most(0.01):
+        while True:
+            pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0) and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
 def test_examples_and_descriptions_become_messages_where_a_chat_template_is_applied(models, tmp_path):
@@ -600,7 +720,12 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
         ({**ASKED, 'answer': 3}, 'answer is 3; expected a text, or a list of texts'),
         ({**ASKED, 'answer': ['b', ' ']}, 'expected a text, or a list of texts'),
         ({**ASKED, 'rule': 'equal'}, "rule='equal'; expected one of exact, contains, number, regex, gsm8k"),
-        ({**ASKED, 'rule': 'number'}, "the answer 'b' has no number, which rule=number compares"),
+        ({**ASKED, 'rule': 'number'}, "the answer 'b' is no number, or more than one; rule=number compares a number"),
+        (
+            {**ASKED, 'rule': 'number', 'answer': ['7', '7 cm^2']},
+            r"the answer '7 cm\^2' is no number, or more than one",
+        ),
+        ({**ASKED, 'rule': 'regex', 'pattern': 'b{99999999999}'}, 'is no regular expression: '),
         ({**ASKED, 'rule': 'gsm8k'}, 'the answer \'b\' does not end in "#### 18", as rule=gsm8k reads it'),
         ({**ASKED, 'rule': 'regex'}, 'the rule regex needs a pattern, others have none'),
         ({**ASKED, 'pattern': 'b'}, 'the rule regex needs a pattern, others have none'),

@@ -905,7 +905,7 @@ def test_lora_targets_that_the_model_does_not_have(keys):
     assert "'c_attn'" in line and 'q_proj' in line and 'down_proj' in line  # what there is
 
 
-@pytest.mark.parametrize('expression', ['wte', '.', '('])
+@pytest.mark.parametrize('expression', ['wte', '.', '(', '(?:.+)*-'])
 def test_a_freeze_that_matches_nothing_or_everything_or_is_none(keys, expression):
     line = mistake('train_ddp.py', *keys, f'--freeze={expression}')
     assert 'freeze' in line and repr(expression) in line
