@@ -11,13 +11,19 @@ A text is right by the rule
     number      if its last number equals the answer, which is one number and nothing else: 1,000 and $1000.00 are
                 equal, and so are 1/2, \\frac{1}{2} and 0.5. NUMBER below says what is read as one;
     regex       if the first match of "pattern" (or its first group, if it has one) is the same in text and answer; if
-                the pattern does not match the answer, the text's match has to be the answer itself. A search that
-                takes longer than LIMIT_S is given up, the text counts as wrong, and a line says so;
+                the pattern does not match the answer, the text's match has to be the answer itself;
+    math        if its last formula or number equals the answer, a formula in LaTeX as in the MATH data set. The package
+                math-verify reads and compares them, with sympy: 2\\sqrt{3} and \\sqrt{12} are equal;
     gsm8k       by two rules of lm-evaluation-harness, each with its own score: strict_match takes the number behind
                 ####, flexible_extract the last number.
+
+A search for a pattern, or the comparison of formulas, may take years. After LIMITS_S it is given up, the text counts as
+wrong, and a line says so.
 """
 
+import contextlib
 import json
+import logging
 import re
 import sys
 import unicodedata
@@ -26,14 +32,13 @@ from typing import NamedTuple
 
 from system.limits import OverLimit, at_most
 
-RULES = ('exact', 'contains', 'number', 'regex', 'gsm8k')
-LIMIT_S = 1  # seconds of CPU time for a search, of which a sound pattern needs a thousandth
+RULES = ('exact', 'contains', 'number', 'regex', 'math', 'gsm8k')
+LIMITS_S = {'regex': 1, 'math': 5}  # CPU time for a text: sound patterns need a thousandth of it, formulas a hundredth
 # From lm_eval/tasks/gsm8k/gsm8k.yaml: {score: (pattern, which of its matches counts)}, and what to ignore in a match.
 GSM8K = {
     'strict_match': (re.compile(r'#### (\-?[0-9\.\,]+)'), 0),
     'flexible_extract': (re.compile(r'(-?[$0-9.,]{2,})|(-?[0-9]+)'), -1),
 }
-given_up = set()  # patterns of which a line has said that they are too slow
 IGNORED = [re.compile(pattern) for pattern in (',', r'\$', '(?s).*#### ', r'\.$')]
 
 # --- numbers, which are read as a whole or not at all -----------------------------------------------------------------
@@ -135,14 +140,16 @@ class Rule(NamedTuple):
             raise ValueError(
                 f'{place}: rule={name!r}, pattern={pattern!r}: the rule regex needs a pattern, others have none'
             )
+        if name == 'math':
+            import_math_verify(place)
         try:
             pattern = None if pattern is None else re.compile(pattern)
-            with at_most(LIMIT_S):
+            with limit_of(name):
                 golds = tuple(gold_of(name, pattern, answer, place) for answer in answers)
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f'{place}: pattern={pattern!r:.60} is no regular expression: {error}') from error
         except OverLimit:
-            raise ValueError(f'{place}: {too_slow(pattern)} in its own answer') from None
+            raise ValueError(f'{place}: {too_slow(name, pattern)}: that of its own answer') from None
         return cls(name, answers, golds, pattern, place)
 
     def judge(self, text):
@@ -152,21 +159,27 @@ class Rule(NamedTuple):
                 score: without_ignored(nth_match(pattern, which, text)) in self.golds
                 for score, (pattern, which) in GSM8K.items()
             }
+        try:
+            with limit_of(self.name):
+                return {'acc': self.is_right(text)}
+        except OverLimit:
+            if (self.name, self.pattern) not in given_up:  # once is enough
+                line = f'WARNING: {self.place}: {too_slow(self.name, self.pattern)}. Such texts count as wrong'
+                print(line, file=sys.stderr, flush=True)
+            given_up.add((self.name, self.pattern))
+            return {'acc': False}
+
+    def is_right(self, text):
         if self.name == 'contains':
-            return {'acc': any(answer in text for answer in self.golds)}
+            return any(answer in text for answer in self.golds)
         if self.name == 'number':
-            return {'acc': number_in(text) in self.golds}
+            return number_in(text) in self.golds
         if self.name == 'regex':
-            try:
-                with at_most(LIMIT_S):
-                    return {'acc': first_group(self.pattern, text) in self.golds}
-            except OverLimit:
-                if self.pattern not in given_up:  # once is enough
-                    line = f'WARNING: {self.place}: {too_slow(self.pattern)}. Such answers count as wrong'
-                    print(line, file=sys.stderr, flush=True)
-                given_up.add(self.pattern)
-                return {'acc': False}
-        return {'acc': text.strip() in self.golds}
+            return first_group(self.pattern, text) in self.golds
+        if self.name == 'math':
+            formula = formula_in(text)
+            return any(is_equal(gold, formula) for gold in self.golds)
+        return text.strip() in self.golds
 
 
 def gold_of(name, pattern, answer, place):
@@ -182,16 +195,35 @@ def gold_of(name, pattern, answer, place):
         if GSM8K['strict_match'][0].search(answer) is None:
             raise ValueError(f'{place}: the answer {answer[-60:]!r} does not end in "#### 18", as rule=gsm8k reads it')
         return without_ignored(answer)
+    if name == 'math':
+        if (formula := formula_alone(answer)) is None:
+            raise ValueError(
+                f'{place}: the answer {answer[-60:]!r} is no formula alone, which rule=math compares: expected one '
+                r'such as \frac{3}{4}, x^2+1, (2,3) or \text{even}, without words around it, or another rule'
+            )
+        return formula
     if name == 'regex':
         return first_group(pattern, answer) or answer.strip()
     return answer if name == 'contains' else answer.strip()
 
 
-def too_slow(pattern):
+given_up = set()  # rules and patterns of which a line has said that they are too slow
+
+
+def limit_of(rule):
+    return at_most(LIMITS_S[rule]) if rule in LIMITS_S else contextlib.nullcontext()
+
+
+def too_slow(rule, pattern):
+    if rule == 'math':
+        return f'the comparison of a formula was given up after {LIMITS_S[rule]} s'
     return (
-        f'pattern={pattern.pattern[:60]!r} was searched for {LIMIT_S} s, as it tries too many ways to match: write it '
-        'without a repetition inside a repetition'
+        f'the search for pattern={pattern.pattern[:60]!r} was given up after {LIMITS_S[rule]} s, as it tries too many '
+        'ways to match: write it without a repetition inside a repetition'
     )
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
 
 
 def first_group(pattern, text):
@@ -214,3 +246,41 @@ def without_ignored(text):
     for pattern in IGNORED:
         text = pattern.sub('', text)
     return text.lower()
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+TEXT_OR_COMMAND = re.compile(r'\\(?:text\w*|mbox|mathrm)\{[^{}]*\}|\\[A-Za-z]+')
+# Of answers that are no formula math-verify would read a part, as of "1 1/2" the 1, or "even" as e * v * e * n.
+NO_FORMULA = re.compile(r'[A-Za-z]{4,}|\d\s+\d')
+
+
+def import_math_verify(place):
+    """Only where a row asks for it: few need the package, and it takes a second."""
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f'{place}: rule=math needs the package math-verify: pip install math-verify') from error
+    # It warns that its own time limit is off, in whose place at_most() stands, and of each text that it cannot read.
+    logging.getLogger('math_verify').setLevel(logging.CRITICAL)
+
+
+def formula_in(text):
+    """[what sympy makes of the last formula or number in a text, its text]; less of these if it cannot be read."""
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=None)
+
+
+def formula_alone(answer):
+    """formula_in() an answer that is a formula; None if it is none."""
+    if NO_FORMULA.search(TEXT_OR_COMMAND.sub('', answer)):
+        return None
+    formula = formula_in(answer if '$' in answer or '\\boxed' in answer else f'${answer}$')
+    return formula if len(formula) == 2 else None
+
+
+def is_equal(gold, formula):
+    from math_verify import verify
+
+    return verify(gold, formula, timeout_seconds=None)

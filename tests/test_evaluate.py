@@ -450,22 +450,32 @@ def test_an_answer_of_the_rule_number_is_a_number_and_nothing_else():
     assert [answer for answer in more if grading.number_alone(answer) is not None] == []
 
 
+def test_a_formula_that_nobody_can_compute_ends_as_wrong(monkeypatch, capfd):
+    rule = grading.Rule.of({'answer': '5', 'rule': 'math'}, 'a.jsonl, row 9')
+    monkeypatch.setitem(grading.LIMITS_S, 'math', 0.2)
+    assert rule.judge('$9^{9^{9^{9}}}$') == {'acc': False}
+    assert 'WARNING: a.jsonl, row 9: the comparison of a formula was given up' in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, 'math_verify', None)
+    with pytest.raises(ValueError, match='row 1: rule=math needs the package math-verify: pip install math-verify'):
+        grading.Rule.of({'answer': '5', 'rule': 'math'}, 'row 1')
+
+
 def test_the_same_row_elsewhere_is_the_same():
     rows = [{'prompt': '?', 'answer': '5', 'rule': 'regex', 'pattern': r'\d'}] * 2
     assert len({repr(grading.Rule.of(row, f'row {n}')) for n, row in enumerate(rows)}) == 1
 
 
 def test_a_pattern_that_backtracks_for_ever_ends_as_a_wrong_answer_and_is_named(monkeypatch, capfd):
-    monkeypatch.setattr(grading, 'LIMIT_S', 0.05)
+    monkeypatch.setitem(grading.LIMITS_S, 'regex', 0.05)
     row = {'prompt': '?', 'rule': 'regex', 'pattern': r'(?:\w+\s?)*</answer>'}
     rule = grading.Rule.of({**row, 'answer': '5</answer>'}, 'a.jsonl, row 7')
     assert rule.judge('5</answer>') == {'acc': True}
     for _ in range(2):
         assert rule.judge('word ' * 12 + 'a' * 20 + '!') == {'acc': False}
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("WARNING: a.jsonl, row 7: pattern='(?:\\\\w+\\\\s?)*</answer>' was searched for 0.05 s")
+    assert line.startswith("WARNING: a.jsonl, row 7: the search for pattern='(?:\\\\w+\\\\s?)*</answer>' was given up")
     assert rule.judge('5</answer>') == {'acc': True}
-    with pytest.raises(ValueError, match='row 8: .* in its own answer'):
+    with pytest.raises(ValueError, match='row 8: .* that of its own answer'):
         grading.Rule.of({**row, 'answer': 'word ' * 20}, 'a.jsonl, row 8')
     with pytest.raises(limits.OverLimit), limits.at_most(0.01):
         while True:
@@ -719,12 +729,15 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
     [
         ({**ASKED, 'answer': 3}, 'answer is 3; expected a text, or a list of texts'),
         ({**ASKED, 'answer': ['b', ' ']}, 'expected a text, or a list of texts'),
-        ({**ASKED, 'rule': 'equal'}, "rule='equal'; expected one of exact, contains, number, regex, gsm8k"),
+        ({**ASKED, 'rule': 'equal'}, "rule='equal'; expected one of exact, contains, number, regex, math, gsm8k"),
         ({**ASKED, 'rule': 'number'}, "the answer 'b' is no number, or more than one; rule=number compares a number"),
         (
             {**ASKED, 'rule': 'number', 'answer': ['7', '7 cm^2']},
             r"the answer '7 cm\^2' is no number, or more than one",
         ),
+        ({**ASKED, 'rule': 'math', 'answer': '18 apples'}, "the answer '18 apples' is no formula alone"),
+        ({**ASKED, 'rule': 'math', 'answer': r'\frac{3'}, 'is no formula alone'),
+        ({**ASKED, 'rule': 'math', 'answer': '1 1/2'}, "'1 1/2' is no formula alone"),
         ({**ASKED, 'rule': 'regex', 'pattern': 'b{99999999999}'}, 'is no regular expression: '),
         ({**ASKED, 'rule': 'gsm8k'}, 'the answer \'b\' does not end in "#### 18", as rule=gsm8k reads it'),
         ({**ASKED, 'rule': 'regex'}, 'the rule regex needs a pattern, others have none'),
