@@ -4,7 +4,8 @@ How far may two computations of the same thing be apart, on any CPU?
 A sum that is taken in another order is rounded differently, and the order depends on the instructions that a CPU has.
 So a test asks for one of three things:
 
-    equal bits                   if the same operations run in the same order: torch.equal, ==
+    equal bits                   if the same operations run on the same tensors in the same order: torch.equal, ==.
+                                 rounding.sh tells whether they do; it lets all others be rounded differently
     assert_as_close_to_float64   if there is also a run of the same thing in float64
     assert_same_run              if there are only two fp32 runs, such as the losses that two scripts log
 
