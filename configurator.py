@@ -34,7 +34,7 @@ import sys
 import time
 import tokenize
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -583,6 +583,17 @@ def checked(value, knob, given):
         gone = f'; it is gone, {GONE[value][1]}' if isinstance(value, str) and value in GONE else ''
         raise Mistake(f'{given} expects {expected(knob)}, given {value!r}{gone}')
     return at_home(found[0]) if 'path' in knob.tags else found[0]
+
+
+def check_saved(keys, where):
+    """Raise ValueError for a value of another type, or out of its key's range, in what a checkpoint says of keys of
+    train scripts. where: what the error calls it. What an earlier version had as a choice may be gone by now."""
+    knobs = {key: knob for key, (_, knob) in others(Path(__file__)).items()}
+    for key in keys.keys() & knobs.keys():
+        try:
+            checked(keys[key], replace(knobs[key], choices=()), f'{where}: {key}')
+        except Mistake as mistake:
+            raise ValueError(f'{str(mistake)[:300]}; copy the checkpoint again') from None
 
 
 def fitting(value, knob):

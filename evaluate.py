@@ -63,7 +63,7 @@ import fsdp_manual
 from evaluation import in_run, tasks
 from huggingface import finetune, lora, native, rounding
 from layout import Share, make_mesh
-from model import GPT, ModelConfig
+from model import GPT
 from runtime import begin, checkpoint
 from system import collectives, devices, errors, processes
 from system.files import sha256_of
@@ -102,7 +102,7 @@ if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exi
     step = state['step']
 is_native = path is not None and state['config'].get('native', False)
 if path and not finetune.is_fine_tuned(state):
-    pretrained, model_config = None, ModelConfig(**state['identity']['model'])
+    pretrained, model_config = None, checkpoint.read_model_config(path, state)
     folder = data.folder_of(state['config'], config.data_dir)
     tokenizer = tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer)
     encoder = tasks.NativeEncoder(tokenizer, state['config'].get('windows'))

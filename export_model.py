@@ -48,7 +48,7 @@ import data
 from evaluation.prompts import TransformersLanguage
 from evaluation.tasks import begin_of_text
 from huggingface import convert, finetune, lora, native, rounding
-from model import GPT, ModelConfig
+from model import GPT
 from moments import is_finite
 from runtime import checkpoint
 from system import errors, files
@@ -88,10 +88,12 @@ config.to = os.path.abspath(config.to or os.path.join('models', os.path.basename
 if os.path.isfile(config.to) or (os.path.isdir(config.to) and os.listdir(config.to)):
     raise ValueError(f'{config.to} exists: delete it, or name another folder with --to=FOLDER')
 path = checkpoint.choose_to_read(config.out_dir, config.step)
-weights, state = checkpoint.load_weights(path)
+state = checkpoint.read_state(path)
 model_facts = state['identity']['model']
 is_fine_tuned = finetune.is_fine_tuned(state)
 say_without_effect('export_model.py', config, explicit, transformers=is_fine_tuned)
+model_config = None if is_fine_tuned else checkpoint.read_model_config(path, state)
+weights, _ = checkpoint.load_weights(path)
 if state['config'].get('native'):
     weights = native.weights_for_transformers(weights, state)
 if config.adapter and not model_facts.get('lora_rank'):
@@ -163,7 +165,7 @@ if is_fine_tuned:
         )
     model = finetune.for_inference(pretrained, weights)
 else:
-    weights, model_config = convert.without_multipliers(weights, ModelConfig(**model_facts))
+    weights, model_config = convert.without_multipliers(weights, model_config)
     vocab_size, block_size = model_config.vocab_size, model_config.block_size
     with torch.device('meta'):
         model = GPT(model_config).eval()

@@ -102,6 +102,16 @@ class ModelConfig:
         """From a script's config (a dict with further keys in it, which are ignored)."""
         return cls(**{field.name: config[field.name] for field in fields(cls) if field.name in config})
 
+    @classmethod
+    def from_json(cls, facts, where):
+        """From a dict in a file that somebody else may have written. where: what an error calls it."""
+        if unknown := sorted(facts.keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f'{where} has {unknown[0][:40]!r}, which no model of this version has: use a newer one')
+        try:
+            return cls(**facts)
+        except ValueError as error:
+            raise ValueError(f'{where}: {error}') from None
+
     def to_dict(self):
         return asdict(self)
 
@@ -127,6 +137,11 @@ class ModelConfig:
         return self.arch in LLAMA_STYLE
 
     def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not is_of_type(value, field.type):
+                expected = getattr(field.type, '__name__', field.type)
+                raise ValueError(f'{field.name}={str(value)[:40]}: expected {expected}')
         if self.arch not in ARCHITECTURES:
             raise ValueError(f'arch={self.arch!r}: expected one of {", ".join(ARCHITECTURES)}')
         sizes = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'block_size')
@@ -169,6 +184,17 @@ class ModelConfig:
                 given = f'{name}={getattr(self, name)} with parametrization={self.parametrization!r}'
                 where = f'where the learning rate was tuned (--parametrization={" or ".join(users)}), else None'
                 raise ValueError(f'{given}: expected the {"n_embd" if name == "base_width" else "n_layer"} {where}')
+
+
+def is_of_type(value, kind):
+    """Whether a value has one of the types of a field of ModelConfig, such as int | None, and is no absurd number."""
+    if isinstance(value, bool):
+        return kind in (bool, bool | None)
+    if isinstance(value, list | tuple):
+        return kind == list | None and all(is_of_type(element, float) for element in value)
+    if isinstance(value, int | float) and not abs(value) <= 2**40:  # nan is not, either
+        return False
+    return isinstance(value, kind) or (isinstance(value, int) and isinstance(1.0, kind))
 
 
 def check_experts(config):

@@ -62,7 +62,7 @@ import torch
 import data
 from evaluation import chat, prompts, sampling
 from huggingface import convert, files, finetune, native, rounding
-from model import GPT, ModelConfig, generator_of
+from model import GPT, generator_of
 from runtime import checkpoint
 from system import devices, errors
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
@@ -104,12 +104,12 @@ else:
         raise ValueError(f'out_dir={config.out_dir} is a Hugging Face folder, not a run: give it as --model')
     path = checkpoint.choose_to_read(config.out_dir, config.step, say)
     state = checkpoint.read_state(path)
-    run, facts = state['config'], state['identity']['model']
+    run = state['config']
     if finetune.is_fine_tuned(state):
         pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
         folder = pretrained.folder
     else:
-        model_config, folder = ModelConfig(**facts), data.folder_of(run, config.data_dir)
+        model_config, folder = checkpoint.read_model_config(path, state), data.folder_of(run, config.data_dir)
 if path and model_config:
     tokenizer = tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer)
     language = prompts.OwnLanguage(tokenizer, run.get('windows'))

@@ -167,7 +167,9 @@ class Weights:
 def weights_for_transformers(weights, state):
     """The weights of a checkpoint with this state under transformers' names, {name: tensor}. With these, a model that
     was trained with native=True is sampled from, exported and evaluated like any fine-tuned model."""
-    return convert.to_transformers(weights, ModelConfig(**state['identity']['model']))
+    return convert.to_transformers(
+        weights, ModelConfig.from_json(state['identity']['model'], 'state.json: identity.model')
+    )
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ class Best:
         windows = keys['eval_iters'] * keys['global_batch_size']
         prints = [source.fingerprint for source in val_data.sources] if val_data else []
         self.evaluated = [prints, windows, keys['block_size']]
-        if saved and saved['evaluated'] == self.evaluated:
+        if saved and saved['evaluated'] == self.evaluated and None not in (saved.get('step'), saved.get('val_loss')):
             self.step, self.val_loss, self.worse = saved['step'], saved['val_loss'], saved['worse']
 
     def state(self):

@@ -4,28 +4,27 @@ format, so a run may resume with another strategy or on other ranks.
 
     out_dir/checkpoints/step_00001000/
         __0_0.distcp, __1_0.distcp, ...: tensors, one file per rank, by torch.distributed.checkpoint (DCP)
-        .metadata       DCP's index: which file holds which piece of model.NAME, optim.NAME.exp_avg, ...
+        index.json      where in these files each piece of model.NAME, optim.NAME.exp_avg, ... is (checkpoint_index.py)
+        .metadata       the same for DCP's own tools; only checkpoints without index.json are read by it
         state.json      step, tokens, config, ...: what the script passes to save()
         manifest.json   size and sha256 of every other file
 
 A checkpoint is written as step_00001000.tmp, its manifest last, and then renamed. So a directory with the final name
 was once complete, no matter when the job was killed. Damage that the disk has done since then shows in the hashes; DCP
-alone would load a flipped bit or a zeroed block without noticing. Nothing in a checkpoint is executed when it is read.
+alone would load a flipped bit or a zeroed block without noticing. Reading a checkpoint executes nothing that is in it.
 """
 
+import contextlib
 import fcntl
 import json
 import os
-import pickle
 import re
 import shutil
 import tempfile
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,22 +34,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import moments
+from configurator import check_saved
 from layout import WHOLE
-from model import is_load
+from model import GPT, ModelConfig, is_load
 from offload import StateOnHost
 from optim import Elementwise
+from runtime import dcp_files
 from runtime.best import step_of_best
-from runtime.checkpoint_parts import (
-    CutTensor,
-    LoadPlanner,
-    MadeLater,
-    SavePlanner,
-    layout_of,
-    local_piece,
-    value_of_piece,
-)
+from runtime.checkpoint_index import Entry, Piece, as_json, read_index, read_into, read_manifest
+from runtime.checkpoint_parts import CutTensor, MadeLater, SavePlanner, layout_of, local_piece, value_of_piece
 from system import collectives
-from system.files import rename_durably, sha256_of, write_file
+from system.files import read_json, rename_durably, sha256_of, write_file
 
 NFS_LEASE_S = 120  # by then an NFS server has dropped the locks of a client that is gone; Linux's server does at 90
 SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is considered dead by the others
@@ -169,10 +163,9 @@ def find_damage(path, say=print, compare=None):
     """
     began = time.perf_counter()
     try:
-        manifest = json.loads(Path(path, 'manifest.json').read_text())['files']
-        expected = {name: (entry['size'], entry['sha256']) for name, entry in manifest.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f'manifest.json is missing or not one ({type(error).__name__}: {error})'
+        expected = {name: (entry['size'], entry['sha256']) for name, entry in read_manifest(path).items()}
+    except (OSError, ValueError) as error:
+        return f'manifest.json is missing or not one ({error})'
     damage = (compare or compare_files)(path, dict.fromkeys(('.metadata', 'state.json'), (None, None)) | expected)
     if not damage:
         gigabytes = sum(size for size, _ in expected.values()) / 1e9
@@ -401,14 +394,15 @@ class Saver:
             if self._together(path, lambda: self.rank == 0 and self._make_room(path))[0]:
                 self.say(f'checkpoint {path} is already there')  # a resumed run that stops before its first step
                 return
-            files_by_rank = self._together(path, lambda: self._write_files(f'{path}.tmp', tensors, state))
-            files = {name: entry for files_of_rank in files_by_rank for name, entry in files_of_rank.items()}
-            self._together(path, lambda: self.rank == 0 and self._publish(path, files, best))
+            of_ranks = self._together(path, lambda: self._write_files(f'{path}.tmp', tensors, state))
+            files = {name: facts for files_of_rank, _ in of_ranks for name, facts in files_of_rank.items()}
+            written = [entry for _, entries in of_ranks for entry in entries]
+            self._together(path, lambda: self.rank == 0 and self._publish(path, files, written, best))
         except (OSError, RuntimeError):
             if self.rank == 0:
                 shutil.rmtree(f'{path}.tmp', ignore_errors=True)  # the disk may be full
             raise
-        gigabytes = sum(entry['size'] for entry in files.values()) / 1e9
+        gigabytes = sum(facts['size'] for facts in files.values()) / 1e9
         waited = '' if staging_s is None else f', training waited {staging_s:.2f} s'
         self.say(f'checkpoint {path}: {gigabytes:.2f} GB in {time.perf_counter() - began:.2f} s{waited}')
 
@@ -436,7 +430,8 @@ class Saver:
         return is_complete(path)
 
     def _write_files(self, folder, tensors, state):
-        """Write this rank's files and return their {name: {'size', 'sha256'}}."""
+        """Write this rank's files. Returns their {name: {'size', 'sha256'}}, and what is where in them: [(key, Entry)],
+        each with one piece."""
         staged = self.thread is not None
         planner = SavePlanner(self.copies if staged else None)
         # One writing thread, because DCP loses the errors of additional ones. No copying ahead from the GPU if staged:
@@ -447,11 +442,16 @@ class Saver:
         if self.rank == 0:
             write_file(os.path.join(folder, 'state.json'), state)
             own += ['.metadata', 'state.json']
-        paths = {name: os.path.join(folder, name) for name in own}
-        return {name: {'size': os.path.getsize(path), 'sha256': sha256_of(path)} for name, path in paths.items()}
+        return {name: facts_of(os.path.join(folder, name)) for name in own}, writer.entries()
 
-    def _publish(self, path, files, best):
-        """Write the manifest, give the checkpoint its final name, and delete checkpoints that are no longer needed."""
+    def _publish(self, path, files, written, best):
+        """Write the index of what all ranks have written and the manifest, give the checkpoint its final name, and
+        delete checkpoints that are no longer needed."""
+        index = {}
+        for key, entry in written:
+            index.setdefault(key, entry._replace(pieces=[])).pieces.extend(entry.pieces)
+        write_file(os.path.join(f'{path}.tmp', 'index.json'), as_json(index))
+        files['index.json'] = facts_of(os.path.join(f'{path}.tmp', 'index.json'))
         manifest = json.dumps({'format_version': 1, 'files': files}, indent=1, sort_keys=True)
         write_file(os.path.join(f'{path}.tmp', 'manifest.json'), manifest)
         rename_durably(f'{path}.tmp', path)
@@ -479,13 +479,36 @@ class Saver:
 
 
 class FileWriter(dcp.FileSystemWriter):
-    """Raises the cause of a failed write: torch.save itself reports a full disk as 'unexpected pos 704 vs 598'."""
+    """Knows where it has written what, and raises the cause of a failed write: torch.save itself reports a full disk as
+    'unexpected pos 704 vs 598'."""
 
     def write_data(self, plan, planner):
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
         except RuntimeError as error:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        data_of = {item.index: item.tensor_data for item in plan.items}
+        self.written = [(result.index, data_of[result.index], result.storage_data) for result in written.wait()]
+        return written
+
+    def entries(self):
+        """[(key, Entry with one piece)] of all that this rank has written."""
+        found = []
+        with contextlib.ExitStack() as files:
+            opened = {}
+            for place, data, info in self.written:
+                name, dtype = info.relative_path, data.properties.dtype
+                if name not in opened:
+                    opened[name] = files.enter_context(open(os.path.join(self.path, name), 'rb'))
+                piece = Piece(tuple(data.chunk.offsets), tuple(data.chunk.sizes), name, info.offset)
+                piece = piece._replace(offset=dcp_files.position_of(opened[name], piece, info.length, dtype))
+                found.append((place.fqn, Entry(dtype, tuple(data.size), [piece])))
+        return found
+
+
+def facts_of(path):
+    """What the manifest says of a file."""
+    return {'size': os.path.getsize(path), 'sha256': sha256_of(path)}
 
 
 def name_of_copies(key, tensor):
@@ -555,10 +578,48 @@ def tensors_to_save(model, optimizer, optimizer_key='optim', share=WHOLE):
 
 # --- load -------------------------------------------------------------------------------------------------------------
 
+COUNTS = {'skipped': int, 'in_a_row': int, 'losses': [float]}
+# What state.json may say, see check_form(): as much of it as is read when the weights are.
+STATE = {
+    'step': int,
+    'step_of_weights?': int,
+    'config': {'dataset': str, 'data_dir': str, 'init_from': str},
+    'identity': {'model': dict, 'optimizer?': str, 'seed?': int},
+    'scaler': dict,
+    'scalers?': [dict],
+    'numbers?': COUNTS,
+    'numbers_of_replicas?': [COUNTS],
+    'best?': {'step?': int, 'val_loss?': float, 'worse': int, 'evaluated': list},
+    'base?': {'init_from': str, 'fingerprint': str},
+    'reference?': str,
+    'diloco?': {'num_replicas': int, 'fragments': [[str]], 'mid_round': bool},
+}
+
 
 def read_state(path):
-    """The dict that was passed to Saver.save()."""
-    return json.loads(Path(path, 'state.json').read_text())
+    """The dict that was passed to Saver.save() by a train script, each field of which is checked."""
+    where = f'{path}/state.json'
+    state = read_json(where, STATE, 'copy the checkpoint again')
+    for keys in (state['config'], state['identity']['model']):
+        check_saved(keys, where)
+    return state
+
+
+def read_model_config(path, state):
+    """The ModelConfig of a checkpoint whose model is a GPT of model.py. Raises ValueError if it is none, or if the
+    checkpoint has other weights than such a model: a size from a file decides how much memory is taken."""
+    where = f'{path}/state.json: identity.model'
+    config, index = ModelConfig.from_json(state['identity']['model'], where), read_index(path)
+    blocks = {key.split('.')[2] for key in index if key.startswith('model.blocks.')}
+    if len(blocks) != config.n_layer:
+        raise ValueError(
+            f'{where} has n_layer={config.n_layer}, and the checkpoint has weights of {len(blocks)} blocks'
+        )
+    with torch.device('meta'):
+        names = names_of_tensors(GPT(config))
+    saved = {key: entry for key, entry in index.items() if key.startswith('model.')}
+    check_fits(path, saved, {f'model.{name}': tensor for tensor, name in names.items()})
+    return config
 
 
 def check_identity(saved, current, prefix=''):
@@ -581,24 +642,39 @@ def load(path, model, optimizer=None, optimizer_key='optim', share=WHOLE):
     model: the module itself, of plain tensors or DTensors. optimizer: gets state for exactly those parameters that had
     some when the checkpoint was written, and keeps its own param_groups. optimizer_key, share: see Saver.save().
     The returned state's 'step' is that of the weights; DiLoCo's replicas may have trained beyond it.
-    Raises ValueError if names, shapes or dtypes differ from the model's: DCP would silently ignore a surplus tensor and
-    convert a dtype. Raises OSError if a file cannot be read.
+    Raises ValueError on all ranks if names, shapes or dtypes differ from the model's on one of them, or if it cannot
+    read a file.
     """
     names = names_of_tensors(model)
-    saved = saved_for(share, read_index(path), ['model'] if optimizer is None else ['model', optimizer_key])
-    weights = weights_to_fill(names, saved, share)
-    slots = [] if optimizer is None else slots_to_fill(names, saved, optimizer, optimizer_key, share)
-    check_fits(path, saved, weights | {slot.key: slot.target for slot in slots})
-    read_tensors(path, weights | {slot.key: slot.target for slot in slots if not slot.form})
-    put_back_bfloat16(path, names, weights)
-    if optimizer is not None:
-        fill_optimizer(path, optimizer, slots, share)
-    state = read_state(path)
+    with agreeing(path):
+        index = read_index(path)
+        saved = saved_for(share, index, ['model'] if optimizer is None else ['model', optimizer_key])
+        weights = weights_to_fill(names, saved, share)
+        slots = [] if optimizer is None else slots_to_fill(names, saved, optimizer, optimizer_key, share)
+        check_fits(path, saved, weights | {slot.key: slot.target for slot in slots})
+        read_into(path, index, weights | {slot.key: slot.target for slot in slots if not slot.form})
+        put_back_bfloat16(path, names, weights)
+        if optimizer is not None:
+            fill_optimizer(path, index, optimizer, slots, share)
+        state = read_json(f'{path}/state.json', {'step': int, 'step_of_weights?': int})
     return {**state, 'step': state.get('step_of_weights', state['step'])}
 
 
+@contextlib.contextmanager
+def agreeing(path):
+    """A context for reading a checkpoint. Collective: what one rank cannot read or finds wrong, all ranks raise."""
+    problem = None
+    try:
+        yield
+    except OSError as error:
+        problem = f'cannot read checkpoint {path}: rank {dist.get_rank()}: {error}'
+    except ValueError as error:
+        problem = str(error)
+    collectives.raise_together(problem)
+
+
 def saved_for(share, index, kinds):
-    """Those entries of read_index() that this rank's model and optimizer have to take up. kinds: 'model', 'optim'."""
+    """Those entries of an index that this rank's model and optimizer have to take up. kinds: 'model', 'optim'."""
     elsewhere = {f'{kind}.{name}' for name in share.elsewhere for kind in kinds}  # other stages of a pipeline load them
     saved = {key: tensor for key, tensor in index.items() if key.startswith(tuple(f'{kind}.' for kind in kinds))}
     return {key: tensor for key, tensor in saved.items() if not elsewhere & {key, key.rpartition('.')[0]}}
@@ -642,7 +718,7 @@ def slots_to_fill(names, saved, optimizer, optimizer_key, share):
             continue
         index = index_of[of_parameter]
         parameter, form, value = parameters[index], None, None
-        if not tensor.dim():
+        if not tensor.shape:
             value = torch.zeros((), dtype=tensor.dtype)  # `step`
         elif parameter in forms:
             form = forms[parameter]
@@ -650,6 +726,14 @@ def slots_to_fill(names, saved, optimizer, optimizer_key, share):
             value = zeros_like(parameter, dtype=tensor.dtype)  # a moment is sharded like its parameter
         target = in_whole(share, names[parameter], parameter.detach() if value is None else value)
         slots.append(Slot(key, index, slot, parameter, names[parameter], form, value, target))
+    names_of = {parameter: [] for parameter in parameters}
+    for slot in slots:
+        names_of[slot.parameter].append(slot.name)
+    for group in optimizer.param_groups:  # a parameter that was never trained has none
+        kinds = {frozenset(names_of[parameter]) for parameter in group['params'] if names_of[parameter]}
+        if len(kinds) > 1:
+            found = ' and '.join(','.join(sorted(kind)) for kind in sorted(kinds, key=sorted)[:2])
+            raise ValueError(f'the checkpoint has for some weights {found} of the optimizer: copy it again')
     return slots
 
 
@@ -692,7 +776,7 @@ def put_back_bfloat16(path, names, weights):
                 raise ValueError(f'{more}: use --frozen_dtype=float32')
 
 
-def fill_optimizer(path, optimizer, slots, share):
+def fill_optimizer(path, index, optimizer, slots, share):
     """Give the optimizer the state that was read into the slots, after reading those in fewer bits."""
     state = {}  # index of a parameter -> {slot: tensor}, the form of optimizer.state_dict()
     for slot in slots:
@@ -700,26 +784,23 @@ def fill_optimizer(path, optimizer, slots, share):
             state.setdefault(slot.index, {})[slot.name] = slot.value
     forms, _, at_rest = kept_by(optimizer)
     if forms:
-        for slot, found in read_in_fewer_bits(path, [slot for slot in slots if slot.form], share):
+        for slot, found in read_in_fewer_bits(path, index, [slot for slot in slots if slot.form], share):
             state.setdefault(slot.index, {}).update({name: at_rest(tensor) for name, tensor in found.items()})
     # load_state_dict also moves each tensor to where this optimizer wants it: fused AdamW has `step` on the GPU.
     optimizer.load_state_dict({'state': state, 'param_groups': optimizer.state_dict()['param_groups']})
 
 
-def read_in_fewer_bits(path, slots, share, part_bytes=2**28):
+def read_in_fewer_bits(path, index, slots, share, part_bytes=2**28):
     """Iterate over (slot, {name: tensor} as the optimizer keeps it) of slots with a form.
 
     A checkpoint holds them in fp32, and there may be no memory for all of those at once. So each rank reads part_bytes
     of them, rounds these, and goes on with the next.
     """
 
-    parts = [*moments.in_parts(slots, lambda slot: 4 * moments.local(slot.parameter).numel(), part_bytes)]
-    most = [None] * dist.get_world_size()  # reading is collective, but stages of a pipeline differ in their parameters
-    dist.all_gather_object(most, len(parts))
-    for part in parts + [[]] * (max(most) - len(parts)):
+    for part in moments.in_parts(slots, lambda slot: 4 * moments.local(slot.parameter).numel(), part_bytes):
         values = [torch.zeros_like(slot.parameter, requires_grad=False) for slot in part]
         pairs = [*zip(part, values, strict=True)]
-        read_tensors(path, {slot.key: in_whole(share, slot.name_of_parameter, value) for slot, value in pairs})
+        read_into(path, index, {slot.key: in_whole(share, slot.name_of_parameter, value) for slot, value in pairs})
         for slot, value in pairs:
             yield slot, moments.from_fp32(slot.form, slot.parameter, slot.name, moments.local(value))
 
@@ -729,61 +810,24 @@ def load_weights(path, names=None):
 
     names: read only these; None = all. Raises ValueError for a name that the checkpoint lacks.
     """
-    saved = {key.removeprefix('model.'): tensor for key, tensor in read_index(path).items() if key.startswith('model.')}
+    index = read_index(path)
+    saved = [key.removeprefix('model.') for key in index if key.startswith('model.')]
     for name in names or ():
         if name not in saved:
-            raise ValueError(f'checkpoint {path} has no weight {name}; it has {", ".join(list(saved)[:3])}, ...')
-    weights = {name: torch.empty_like(saved[name], device='cpu') for name in names or saved}
-    read_tensors(path, {f'model.{name}': tensor for name, tensor in weights.items()}, alone=True)
-    return weights, read_state(path)
+            raise ValueError(f'checkpoint {path} has no weight {name}; it has {", ".join(saved[:3])}, ...')
+    weights = {name: index[f'model.{name}'].empty() for name in names or saved}
+    read_into(path, index, {f'model.{name}': tensor for name, tensor in weights.items()})
+    return weights, read_json(f'{path}/state.json', {'step': int})
 
 
-def read_index(path):
-    """{key: tensor on the meta device, with the shape and dtype} of everything in a checkpoint."""
-    entries = SafeReader(path).read_metadata().state_dict_metadata
-    return {key: torch.empty(entry.size, dtype=entry.properties.dtype, device='meta') for key, entry in entries.items()}
-
-
-def read_tensors(path, targets, alone=False, missing_ok=False):
+def read_tensors(path, targets, missing_ok=False):
     """
-    Fill the targets, {key: tensor}, from a checkpoint.
+    Fill the targets, {key: tensor}, from a checkpoint. Collective.
 
-    alone: in this process only; otherwise collective. missing_ok: leave targets alone that the checkpoint lacks. Raises
-    OSError if a file cannot be read.
+    missing_ok: leave targets alone that the checkpoint lacks. Raises ValueError on all ranks if one cannot read them.
     """
-    if missing_ok:
-        there = read_index(path)
-        targets = {key: tensor for key, tensor in targets.items() if key in there}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # as `alone` asks for
-            dcp.load(targets, storage_reader=SafeReader(path), planner=LoadPlanner(), no_dist=alone)
-    except CheckpointException as error:
-        raise OSError(f'cannot read checkpoint {path}: {describe_failure(error, rank=0)[1]}') from error
-
-
-class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, made safe: the index is a pickle, and here it can create only the data classes of an index."""
-
-    def read_metadata(self):
-        with open(os.path.join(self.path, '.metadata'), 'rb') as file:
-            return IndexUnpickler(file).load()
-
-
-class IndexUnpickler(pickle.Unpickler):
-    ALLOWED = {
-        'torch.distributed.checkpoint.metadata': 'BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex '
-        'StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING',
-        'torch.distributed.checkpoint.filesystem': '_StorageInfo',
-        'torch': 'Size bfloat16 bool float16 float32 float64 int16 int32 int64 int8 uint8',
-        'torch.serialization': '_get_layout',
-        'pathlib': 'PosixPath',
-        'pathlib._local': 'PosixPath',  # its home in Python 3.13
-    }
-
-    def find_class(self, module, name):
-        if (module, name) == ('builtins', 'getattr'):  # Python 3.11.0 to 3.11.3: getattr(Enum, 'name of a member')
-            return lambda kind, member: kind.__members__[member]
-        if name not in self.ALLOWED.get(module, '').split():
-            raise ValueError(f'this .metadata is not the index of a checkpoint: it refers to {module}.{name}')
-        return super().find_class(module, name)
+    with agreeing(path):
+        index = read_index(path)
+        targets = {key: tensor for key, tensor in targets.items() if key in index or not missing_ok}
+        check_fits(path, {key: entry for key, entry in index.items() if key in targets}, targets)
+        read_into(path, index, targets)

@@ -1,9 +1,10 @@
 """
-How a rank's part of a tensor that is cut over ranks (layout.Share) is described to torch.distributed.checkpoint (DCP).
+How a rank's part of a tensor that is cut over ranks (layout.Share) is written by torch.distributed.checkpoint (DCP),
+and where it is read from.
 
-Tensor parallelism gives a rank several ranges of rows of a fused matrix, which no DTensor can express. With the two
-planners below, DCP writes each range at its place in the whole tensor and reads it from there, so that the checkpoint
-does not depend on the layout.
+Tensor parallelism gives a rank several ranges of rows of a fused matrix, which no DTensor can express. With the planner
+below, DCP writes each range at its place in the whole tensor, and parts_of() says where a rank's ranges are when they
+are read, so that the checkpoint does not depend on the layout.
 """
 
 import torch
@@ -33,15 +34,10 @@ class CutTensor:
                 self.rows[torch.Size((first + begin + some.start, *before))] = some
             begin -= length
 
-    def size(self):
-        return self.shape
-
-    def __create_chunk_list__(self):
-        return [ChunkStorageMetadata(begin, self.local[rows].shape) for begin, rows in self.rows.items()]
-
     def __create_write_items__(self, key, _):
         properties = TensorProperties.create_from_tensor(self.local)
-        data = [TensorWriteData(chunk, properties, self.shape) for chunk in self.__create_chunk_list__()]
+        chunks = [ChunkStorageMetadata(begin, self.local[rows].shape) for begin, rows in self.rows.items()]
+        data = [TensorWriteData(chunk, properties, self.shape) for chunk in chunks]
         return [WriteItem(MetadataIndex(key, x.chunk.offsets), WriteItemType.SHARD, tensor_data=x) for x in data]
 
 
@@ -68,22 +64,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
         tensor = self.state_dict[index.fqn]
         piece = value_of_piece(tensor) if self.copies is None else self.copies[index.fqn]
         like = layout_of(tensor)
-        return piece[like.rows[index.offset]] if isinstance(like, CutTensor) else piece
-
-
-class LoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP's planner, which can also read into the parts of a CutTensor."""
-
-    def set_up_planner(self, state_dict, *args, **kwargs):
-        cut = {key: value for key, value in state_dict.items() if isinstance(value, CutTensor)}
-        super().set_up_planner({key: value for key, value in state_dict.items() if key not in cut}, *args, **kwargs)
-        self.state_dict = {**self.state_dict, **cut}  # super() would put None in their place: they are no tensors
-
-    def lookup_tensor(self, index):
-        tensor = self.state_dict[index.fqn]
-        return (
-            tensor.local[tensor.rows[index.offset]] if isinstance(tensor, CutTensor) else super().lookup_tensor(index)
-        )
+        piece = piece[like.rows[index.offset]] if isinstance(like, CutTensor) else piece
+        return piece.contiguous()  # as it is read
 
 
 def layout_of(tensor):
@@ -101,3 +83,13 @@ def local_piece(tensor):
 def value_of_piece(tensor):
     """The value of this rank's part; a MadeLater is made now."""
     return tensor.make() if isinstance(tensor, MadeLater) else local_piece(tensor)
+
+
+def parts_of(tensor):
+    """[(where it begins in the whole tensor, its numbers)] of what this rank has of a tensor, DTensor or CutTensor."""
+    if isinstance(tensor, CutTensor):
+        return [(begin, tensor.local[rows]) for begin, rows in tensor.rows.items()]
+    if isinstance(tensor, DTensor):
+        begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+        return [(begin, tensor.to_local())]
+    return [((0,) * tensor.dim(), tensor)]

@@ -96,12 +96,14 @@ def run_to_start_from(config, explicit):
 
     path = checkpoint.choose_to_read(config.init_from)
     state = checkpoint.read_state(path)
-    shape, before = state['identity']['model'], state['config']
+    before = state['config']
     if finetune.is_fine_tuned(state):
         raise ValueError(
             f'init_from={config.init_from} has fine-tuned a model of a Hugging Face folder: export that with '
             f'`python export_model.py --out_dir={config.init_from}`, and give the exported folder'
         )
+    shape = checkpoint.read_model_config(path, state).to_dict()  # which has the keys of a model, whatever the file says
+    shape = {key: value for key, value in shape.items() if key in state['identity']['model']}
     folder = data.folder_of(before)
     if 'prompts' in vars(config):  # the tokenizer is that of the earlier run's data
         of_data = ('data_dir', 'dataset', 'dataset_stages', 'windows')

@@ -26,12 +26,20 @@ import torch
 import torch.distributed as dist
 
 from system import collectives
+from system.files import check_form
 from system.processes import ranks_in_words
 from system.stopping import note_error
 
 # --- bad steps --------------------------------------------------------------------------------------------------------
 
 SPIKE_WINDOW, SPIKE_SIGMAS = 128, 6
+SCALER = {
+    'scale': float,
+    'growth_factor': float,
+    'backoff_factor': float,
+    'growth_interval': int,
+    '_growth_tracker': int,
+}
 
 
 def runs_ahead(device):
@@ -155,7 +163,8 @@ class Numbers:
 def resume_loss_scale(scaler, saved):
     """fp16: continue with the loss scale of a checkpoint. A checkpoint of a run in another dtype has none ({}); then
     the scaler starts as in a new run."""
-    if saved:
+    if saved and scaler.is_enabled():
+        check_form(saved, SCALER, "the checkpoint's state.json", 'scaler')
         scaler.load_state_dict(saved)
 
 

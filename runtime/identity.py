@@ -51,6 +51,9 @@ def check_resume(saved, keys, identity):
     was, now_is = saved['identity'].get('data'), identity.get('data')
     if isinstance(was, str):  # written by a version without mixtures
         was = [[0, {was: '1'}]]
+    is_plan = isinstance(was, list) and all(isinstance(part, list) and len(part) == 2 for part in was)
+    if was is not None and not (is_plan and all(isinstance(start, int | float) for start, _ in was)):
+        raise ValueError('state.json: identity.data is no list of [step, shares]: copy the checkpoint again')
     was, now_is = ([stage for stage in plan or [] if stage[0] < max(step, 1)] for plan in (was, now_is))
     if was != now_is:
         other = f'you ask for {in_words(now)}'
@@ -77,7 +80,8 @@ def check_resume(saved, keys, identity):
     changed = [f'{key} {before[key]} -> {now[key]}' for key in now if key in before and before[key] != now[key]]
     if not changed:
         return []
-    was, becomes = (optim.learning_rate_at(step, SimpleNamespace(**of)) for of in ({**now, **before}, now))
+    then = {**now, **{key: value for key, value in before.items() if value is not None}}
+    was, becomes = (optim.learning_rate_at(step, SimpleNamespace(**of)) for of in (then, now))
     rates = (
         [] if was == becomes else [f'WARNING: the learning rate jumps from {was:.2e} to {becomes:.2e} at step {step}']
     )

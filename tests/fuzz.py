@@ -12,6 +12,7 @@ Case number n of a run has the seed SEED + n, which decides all of it. A case is
     files         texts or rows in a file or folder, through text/sources.py and text/documents.py
     tokenizers    a folder with tokenizer.json and the files beside it, through text/tokenizer.py
     configs       a tiny model with its config.json and its weights, through huggingface/
+    checkpoints   a checkpoint in which somebody has changed an index, a manifest, a state or a pickle, through runtime/
     keys          keys of a script in and out of their range, with and without effect, through configurator.py
 
 What is learned is compared with a plain reference: a loop over apply_chat_template, whole files read by json, csv, yaml
@@ -43,6 +44,7 @@ os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 
 from fuzzing.cases import STAYS, Refused, Wrong, is_clear
+from fuzzing.checkpoints import check_checkpoint
 from fuzzing.configs import check_config
 from fuzzing.files import check_files
 from fuzzing.keys import check_keys
@@ -58,6 +60,7 @@ KINDS = {
     'files': (check_files, 6),
     'tokenizers': (check_tokenizer, 2),
     'configs': (check_config, 2),
+    'checkpoints': (check_checkpoint, 4),
     'keys': (check_keys, 4),
 }
 

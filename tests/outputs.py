@@ -55,12 +55,12 @@ def weights_of(out_dir, step):
 
 def tensors_of(path):
     """All tensors of a checkpoint, {'model.NAME' or 'optim.NAME.SLOT': tensor}."""
-    import torch
 
     from runtime import checkpoint
 
-    tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in checkpoint.read_index(path).items()}
-    checkpoint.read_tensors(path, tensors, alone=True)
+    index = checkpoint.read_index(path)
+    tensors = {key: entry.empty() for key, entry in index.items()}
+    checkpoint.read_into(path, index, tensors)
     return tensors
 
 

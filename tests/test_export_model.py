@@ -294,14 +294,14 @@ def test_what_stood_before_documents_in_training_stands_before_a_text(export, da
 
 
 def test_behind_whatever_a_model_has_learned_to_begin_a_text_its_export_begins_one(export, data_dir, monkeypatch):
-    load = checkpoint.load_weights
+    read = checkpoint.read_state
 
     def of_documents(path):
-        weights, state = load(path)
+        state = read(path)
         state['config']['windows'] = 'documents'  # none began but behind the end of another
-        return weights, state
+        return state
 
-    monkeypatch.setattr(checkpoint, 'load_weights', of_documents)
+    monkeypatch.setattr(checkpoint, 'read_state', of_documents)
     theirs, ours = loaded_tokenizer(export('llama')[0]), tokenizer_of(data_dir / 'tiny')
     assert theirs('ab').input_ids == [ours.eot, *ours.encode('ab')] and theirs.bos_token_id == ours.eot
 

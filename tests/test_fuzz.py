@@ -2,18 +2,24 @@
 
 import collections
 import dataclasses
+import json
+import pickle
+from pathlib import Path
 
 import fuzz
 import pytest
+import torch
+from fuzzing import checkpoints as fuzzing_checkpoints
 from fuzzing import keys as fuzzing_keys
 
 import configurator
 import keys
 from huggingface import finetune
+from runtime import checkpoint, checkpoint_index, dcp_files
 from text import chat_rows, conversations, documents
 from text import tokenizer as tokenizing
 
-CASES = {'rows': 400, 'files': 300, 'tokenizers': 100, 'configs': 40, 'keys': 300}
+CASES = {'rows': 400, 'files': 300, 'tokenizers': 100, 'configs': 40, 'checkpoints': 100, 'keys': 300}
 
 
 def failures(kind, n_cases):
@@ -97,6 +103,33 @@ def test_weights_that_are_not_those_of_the_folder_are_noticed(monkeypatch):
     monkeypatch.setattr(finetune, 'load', load_almost)
     monkeypatch.setattr(finetune, 'self_test', lambda *arguments, **options: None)
     assert any('other logits' in line for line in failures('configs', 20))
+
+
+def test_a_checkpoint_that_is_unpickled_is_noticed(monkeypatch):
+    def unpickled(path):
+        with open(path, 'rb') as file:
+            pickle.load(file)
+        return tensors_in(path)
+
+    tensors_in = dcp_files.tensors_in
+    monkeypatch.setattr(dcp_files, 'tensors_in', unpickled)
+    assert any('what is called' in line for line in failures('checkpoints', 40))
+
+
+def test_a_path_in_an_index_that_is_followed_is_noticed(monkeypatch):
+    def unchecked(path):
+        def piece(facts):
+            return checkpoint_index.Piece(tuple(facts['begin']), tuple(facts['shape']), facts['file'], facts['offset'])
+
+        tensors = json.loads(Path(path, 'index.json').read_text())
+        pieces = {key: [piece(facts) for facts in tensor['pieces']] for key, tensor in tensors.items()}
+        return {
+            key: checkpoint_index.Entry(torch.float32, tuple(tensors[key]['shape']), pieces[key]) for key in tensors
+        }
+
+    monkeypatch.setattr(checkpoint, 'read_index', unchecked)
+    monkeypatch.setattr(fuzzing_checkpoints, 'OTHERS', ['/etc/passwd', '../../elsewhere'])
+    assert any('or opened' in line for line in failures('checkpoints', 200))
 
 
 def test_a_range_that_is_not_checked_or_not_declared_is_noticed(monkeypatch):

@@ -29,11 +29,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from faults import flip_bit, overwrite, wait_until
 from launch import CONTEXT, fork, join_all, run_function, start_function
-from outputs import checkpoint_of
+from outputs import checkpoint_of, tensors_of
 from precision import apart, error
 from pretrained import SIZES_OF_64
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 import data
 import fsdp_manual
 from model import ModelConfig
-from runtime import begin, checkpoint, identity
+from runtime import begin, checkpoint, dcp_files, identity
 from system.files import sha256_of
 
 
@@ -348,26 +348,59 @@ def test_a_checkpoint_from_before_a_key_goes_on_with_the_default_of_that_key_alo
         identity.check_resume(saved, keys, identity_with(**{key: other}))
 
 
-def test_an_index_as_early_versions_of_python_3_11_pickle_it(runs, tmp_path):
-    """They pickle a member of an Enum as getattr(class, name). No other getattr may be answered."""
-    shutil.copytree(checkpoint_of(runs['single', 1][0], 2), tmp_path / 'early')
-    index = dcp.FileSystemReader(tmp_path / 'early').read_metadata()
+def test_torch_reads_what_we_write_and_finds_the_same_index(runs):
+    for out_dir, held, _ in runs.values():
+        path = checkpoint_of(out_dir, 2)
+        tensors = {key: torch.empty_like(value) for key, value in held.items()}
+        dcp.load(tensors, checkpoint_id=path, no_dist=True)
+        assert_equal(tensors, held)
+        theirs = dcp_files.tensors_in(f'{path}/.metadata')
+        ours = checkpoint.read_index(path)
+        assert [*ours] == sorted(theirs) and all(ours[key].shape == tuple(theirs[key]['shape']) for key in ours)
 
-    def write(attribute):
-        of_member = {_MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), attribute(member)))}
-        with open(tmp_path / 'early' / '.metadata', 'wb') as file:
-            pickler = pickle.Pickler(file)
-            pickler.dispatch_table = copyreg.dispatch_table | of_member
-            pickler.dump(index)
 
-    def shapes(folder):
-        return {key: (tensor.shape, tensor.dtype) for key, tensor in checkpoint.read_index(folder).items()}
+def test_weights_in_any_order_of_memory_are_written_as_they_are_read(tmp_path):
+    run_function(1, save_transposed, str(tmp_path))
+    for path in (checkpoint_of(tmp_path, 1), without_index(checkpoint_of(tmp_path, 1), tmp_path / 'before')):
+        weights, _ = checkpoint.load_weights(path)
+        assert torch.equal(weights['weight'], torch.arange(12.0).view(3, 4))
 
-    write(lambda member: member.name)
-    assert shapes(tmp_path / 'early') == shapes(checkpoint_of(runs['single', 1][0], 2)) != {}
-    write(lambda member: '__init_subclass__')
-    with pytest.raises(KeyError):
-        checkpoint.read_index(tmp_path / 'early')
+
+def save_transposed(out_dir):
+    checkpoint.prepare(out_dir)
+    linear = nn.Linear(4, 3, bias=False)
+    linear.weight.data = torch.arange(12.0).view(3, 4).t().contiguous().t()
+    checkpoint.Saver(out_dir, keep=1, say=silent).save(1, linear, torch.optim.SGD(linear.parameters()), {})
+
+
+def without_index(path, copy):
+    """A copy of a checkpoint as it was written before there was an index.json."""
+    shutil.copytree(path, copy)
+    (copy / 'index.json').unlink()
+    return with_hashes(copy)
+
+
+def with_hashes(path):
+    """The path of a checkpoint, after its manifest has been written anew, as somebody would who has changed a file."""
+    files = {file.name: checkpoint.facts_of(file) for file in path.iterdir() if file.name != 'manifest.json'}
+    (path / 'manifest.json').write_text(json.dumps({'format_version': 1, 'files': files}))
+    return str(path)
+
+
+@pytest.mark.parametrize('run', [('single', 1), ('ddp', 2), ('manual', 3), ('hsdp', 4)])
+def test_a_checkpoint_from_before_the_index_is_read_bit_for_bit(runs, tmp_path, run):
+    """Also as early versions of Python 3.11 pickle the member of an Enum: getattr(class, name)."""
+    out_dir, held, _ = runs[run]
+    path = without_index(checkpoint_of(out_dir, 2), tmp_path / 'before')
+    assert checkpoint.find_damage(path, silent) is None
+    assert_equal(tensors_of(path), held)
+    index = dcp.FileSystemReader(path).read_metadata()
+    with open(f'{path}/.metadata', 'wb') as file:
+        pickler = pickle.Pickler(file)
+        of_member = {_MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), member.name))}
+        pickler.dispatch_table = copyreg.dispatch_table | of_member
+        pickler.dump(index)
+    assert_equal(tensors_of(with_hashes(Path(path))), held)
 
 
 class Exploit:
@@ -375,15 +408,76 @@ class Exploit:
         return os.mkdir, ('executed',)
 
 
-def test_nothing_in_a_checkpoint_is_executed(runs, tmp_path, monkeypatch):
+def hostile_class(index, path):
+    """torch.load(), which unpickles anything, is how DCP reads what is not a tensor."""
+    entry, evil = index.state_dict_metadata['model.embed.weight'], BytesStorageMetadata()
+    evil.size, evil.properties = entry.size, entry.properties
+    index.state_dict_metadata['model.embed.weight'] = evil
+
+
+def hostile_tensor(index, path):
+    info = next(info for place, info in index.storage_data.items() if place.fqn == 'model.embed.weight')
+    info.offset = (path / '__0_0.distcp').stat().st_size
+    with open(path / '__0_0.distcp', 'ab') as file:
+        torch.save(Exploit(), file)
+        info.length = file.tell() - info.offset
+
+
+def hostile_path(index, path):
+    shutil.copy(path / '__0_0.distcp', path.parent / 'elsewhere')
+    for info in index.storage_data.values():
+        info.relative_path = '../elsewhere'
+
+
+HOSTILE = {
+    'a class that is loaded by torch.load': (hostile_class, 'metadata.BytesStorageMetadata'),
+    'a pickle in place of a tensor': (hostile_tensor, '__0_0.distcp: what lies at .* is no tensor'),
+    'a file elsewhere': (hostile_path, r"file: found '../elsewhere', expected the name of a file in its own folder"),
+    'a field that calls': (lambda index, path: setattr(index, 'planner_data', Exploit()), None),
+    'a size that calls': (
+        lambda index, path: setattr(index.state_dict_metadata['model.embed.weight'], 'size', Exploit()),
+        'no size',
+    ),
+}
+
+
+@pytest.mark.parametrize('what', HOSTILE)
+def test_nothing_in_a_checkpoint_is_executed_and_no_path_of_it_followed(runs, tmp_path, monkeypatch, what):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(checkpoint_of(runs['single', 1][0], 2), 'evil')
-    index = dcp.FileSystemReader('evil').read_metadata()
-    index.planner_data = Exploit()
-    Path('evil/.metadata').write_bytes(pickle.dumps(index))
-    with pytest.raises(ValueError, match='refers to posix.mkdir'):
-        checkpoint.load_weights('evil')
+    out_dir, held, _ = runs['single', 1]
+    path = Path(without_index(checkpoint_of(out_dir, 2), tmp_path / 'evil'))
+    index = dcp.FileSystemReader(path).read_metadata()
+    change, refused = HOSTILE[what]
+    change(index, path)
+    (path / '.metadata').write_bytes(pickle.dumps(index))
+    with_hashes(path)
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            checkpoint.load_weights(path)
+    else:  # a field that nobody reads
+        assert_equal(tensors_of(path), held)
     assert not Path('executed').exists()
+
+
+INDEX_FAULTS = {
+    'another file': ({'file': '../../secret'}, "file: found '../../secret', expected the name of a file"),
+    'a file that no hash covers': ({'file': 'other.distcp'}, 'found the file other.distcp, expected one that manifest'),
+    'beyond the end': ({'offset': 10**9}, r'found a piece that ends at byte \d+ of __0_0.distcp, expected'),
+    'beyond the tensor': ({'begin': [9, 0]}, r'found a piece .*, expected a box in \(17, 5\)'),
+    'too little': ({'shape': [3, 5]}, 'found pieces of 15 numbers, expected all of'),
+    'no number': ({'offset': '0'}, r"pieces\[0\].offset: found '0', expected a whole number"),
+}
+
+
+@pytest.mark.parametrize('fault', INDEX_FAULTS)
+def test_an_index_that_does_not_fit_its_files_is_refused(runs, tmp_path, fault):
+    shutil.copytree(checkpoint_of(runs['single', 1][0], 2), tmp_path / 'evil')
+    index = json.loads((tmp_path / 'evil/index.json').read_text())
+    change, said = INDEX_FAULTS[fault]
+    index['model.embed.weight']['pieces'][0] |= change
+    (tmp_path / 'evil/index.json').write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f'index.json: .*model.embed.weight.*{said}'):
+        checkpoint.load_weights(with_hashes(tmp_path / 'evil'))
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -442,9 +536,17 @@ FAULTS = {
     ),
     'torn manifest': (
         lambda folder: os.truncate(folder / 'manifest.json', 100),
-        'JSONDecodeError',
+        'not JSON',
     ),
-    'empty manifest': (lambda folder: (folder / 'manifest.json').write_text('{"files": {}}'), r'\.metadata has'),
+    'empty manifest': (
+        lambda folder: (folder / 'manifest.json').write_text('{"format_version": 1, "files": {}}'),
+        r'\.metadata has',
+    ),
+    'manifest of a later version': (
+        lambda folder: (folder / 'manifest.json').write_text('{"format_version": 2, "files": {}}'),
+        'found format_version 2, expected 1',
+    ),
+    'one flipped bit of our index': (lambda folder: flip_bit(folder / 'index.json'), 'index.json .*changed'),
 }
 
 
@@ -485,7 +587,7 @@ def test_each_rank_hashes_its_share_and_all_come_to_the_same_decision(three_save
     for eval_only in (False, True):
         found, said, hashed = zip(*run_function(ranks, find_together, out_dir, eval_only), strict=True)
         assert {*found} == {checkpoint_of(out_dir, 3)} and 'verified' in said[0] and not any(said[1:])
-        names = '.metadata', '__0_0.distcp', '__1_0.distcp', 'state.json'
+        names = '.metadata', '__0_0.distcp', '__1_0.distcp', 'index.json', 'state.json'
         assert sorted(sum(hashed, [])) == [f'step_00000003/{name}' for name in names] and all(hashed)
     # Whichever rank hashes the damaged file, all take the checkpoint before.
     for step, name in ((3, '__1_0.distcp'), (2, '__0_0.distcp')):
@@ -808,7 +910,7 @@ def save_both_ways(strategy, out_dir):
         other, _, other_optimizer = build(strategy, seed=3)
         checkpoint.load(checkpoint_of(out_dir, step), other, other_optimizer)
         assert_equal(everything(other, other_optimizer), held[(step - 1) % 10])
-    assert checkpoint.read_state(checkpoint_of(out_dir, 2)) == {'note': 'as it was', 'step': 2}
+    assert json.loads(Path(checkpoint_of(out_dir, 2), 'state.json').read_text()) == {'note': 'as it was', 'step': 2}
     return lines
 
 
