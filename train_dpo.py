@@ -102,35 +102,37 @@ def losses_of_pairs(logps, reference, n):
     return losses - config.sft_weight * logps[:, 0] / n[:, 0] if config.sft_weight else losses
 
 
-FACTS = [
-    'rewards/chosen',
-    'rewards/rejected',
-    'rewards/accuracies',
-    'rewards/margins',
-    'logps/chosen',
-    'logps/rejected',
-]
-
-
-def losses_of_batch(x, y, starts, reference=None):
-    """(the loss, FACTS) of each pair in a batch: (P) and (P, 6)."""
-    sums, counts = document_logps(model, x, y, starts)  # (B, M); documents 2k and 2k + 1 of a row are a pair
+def losses_of_batch(model, x, y, starts, reference=None):
+    """(the loss, the rewards, the log-probabilities now) of each pair in a batch: (P), and twice (P, 2) without a
+    gradient, of its chosen and its rejected answer. reference: (B, M), what set_reference() adds to batches."""
+    sums, counts = document_logps(model, x, y, starts)  # (B, M): documents 2k and 2k + 1 of a row are a pair
     reference = torch.zeros_like(sums) if reference is None else reference  # simpo
-    logps, reference, n = (part[:, :-1].unflatten(1, (-1, 2)) for part in (sums, reference, counts))
-    is_pair = n[:, :, 0] > 0  # the other places are empty, or padding
+    # The last place is for padding. Of the others those are empty that this row has no pairs for.
+    logps, reference, n = (torch.stack((of[:, :-1:2], of[:, 1::2]), 2) for of in (sums, reference, counts))
+    is_pair = n[:, :, 0] > 0  # (B, M // 2)
     logps, reference, n = logps[is_pair], reference[is_pair], n[is_pair]  # (P, 2)
     losses, now = losses_of_pairs(logps, reference, n), logps.detach()
-    rewards = config.beta * (now / n if config.loss_type == 'simpo' else now - reference)
+    return losses, config.beta * (now / n if config.loss_type == 'simpo' else now - reference), now
+
+
+FACTS = 'rewards/chosen', 'rewards/rejected', 'rewards/accuracies', 'rewards/margins', 'logps/chosen', 'logps/rejected'
+
+
+def sums_of_facts(rewards, logps):
+    """{each of FACTS: its sum over pairs}. rewards, logps: of losses_of_batch()."""
     margins = rewards[:, :1] - rewards[:, 1:]
-    return losses, torch.cat((rewards, margins > 0, margins, now), 1).double()
+    facts = torch.cat((rewards, margins > 0, margins, logps), 1).double()  # (P, 6)
+    return dict(zip(FACTS, facts.sum(0), strict=True))
 
 
-def val_losses(_, batches, beat):
+def val_losses(model, batches, beat):
     """As evaluation.validation.of_each_batch(): also how many pairs are in the right order, and by how much."""
     for batch, source in batches:
         beat()
-        losses, facts = losses_of_batch(*batch)
-        yield torch.stack((losses.double().sum(), *facts[:, 2:4].sum(0))), losses.new_tensor(len(losses)), source
+        losses, rewards, logps = losses_of_batch(model, *batch)
+        facts = sums_of_facts(rewards, logps)
+        sums = losses.double().sum(), facts['rewards/accuracies'], facts['rewards/margins']
+        yield torch.stack(sums), losses.new_tensor(len(losses)), source
 
 
 watch = Watch(run, step, state, losses=val_losses, metrics=('val_accuracy', 'val_margin'))  # whatever only observes
@@ -138,7 +140,8 @@ watch.self_test(model, raw_model)
 
 # --- REFERENCE --------------------------------------------------------------------------------------------------------
 # The log-probability of every answer under the weights that the run begins with: with LoRA those of the base. A resumed
-# run reads them from its out_dir, because its weights have moved.
+# run reads them from its out_dir, because its weights have moved. From here on they are the fourth part of each batch,
+# beside x, y and starts.
 digest = None
 if config.loss_type != 'simpo':
     digest = set_reference(model, run, state.get('reference'), lambda: watch.at('reference', step), watch.say)
@@ -171,7 +174,7 @@ while step < config.max_iters and not watch.must_stop:
 
     # forward and backward, micro-step by micro-step; the gradients add up
     watch.begin_step(step)
-    step_loss, step_facts = torch.zeros((), device=device), []
+    step_loss, of_pairs = torch.zeros((), device=device), []
     for micro_step in range(run.layout.micro_steps):
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; starts and the reference: (batch_size, M)
@@ -183,14 +186,14 @@ while step < config.max_iters and not watch.must_stop:
         else:
             model.require_backward_grad_sync = last_micro_step
         watch.mark('forward')
-        losses, facts = losses_of_batch(*batch)
+        losses, *of_batch = losses_of_batch(model, *batch)
         watch.mark('backward')
         scaler.scale(losses.sum() * loss_scale).backward()
         step_loss += losses.detach().sum()
-        step_facts.append(facts)
-    step_facts = torch.cat(step_facts)  # of this rank's pairs
+        of_pairs.append(of_batch)
+    rewards, logps = map(torch.cat, zip(*of_pairs, strict=True))  # of this rank's pairs
     if step == 0 and digest:  # nothing is learned yet: each answer has to be as likely as its reference says
-        watch.say(self_test(step_facts, run))
+        watch.say(self_test(rewards, logps, run))
 
     watch.mark('update')
     # gradients: undo the loss scale, clip the global norm
@@ -206,9 +209,10 @@ while step < config.max_iters and not watch.must_stop:
     step += 1
     values = {'lr': lr, 'grad_norm': grad_norm, 'pairs': pairs}
     if watch.due(step).log:
-        means = step_facts.sum(0) / pairs
+        sums = sums_of_facts(rewards, logps)
+        means = torch.stack([*sums.values()]) / pairs
         dist.all_reduce(means)
-        values |= zip(FACTS, means, strict=True)
+        values |= zip(sums, means, strict=True)
     watch.after_step(step, values)  # logs, evaluates and saves if they are due
 
 watch.end(step)

@@ -21,6 +21,8 @@ from keys import Keys, ShardingKeys, TaskKeys
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, ShardingKeys):
+    # optimizer [result]
+    max_iters = 10000  # steps; in each the model writes once and is updated num_iterations times [>= 1]
     # grpo [result]
     prompts = []  # task files with prompts, as evaluate.py reads them: tasks/a.jsonl,b.jsonl [result, per job, path]
     prompts_chat = False  # write prompts by the chat template of init_from, as evaluate.py's apply_chat_template
@@ -94,12 +96,13 @@ def advantages_of(rewards):
     estimate of its value: where PPO trains a second model for it, GRPO writes several answers."""
     ahead = rewards - rewards.mean(1, keepdim=True)
     if config.scale_rewards == 'group':  # as in the paper; it favours prompts that are nearly always right or wrong
-        ahead = ahead / (rewards.std(1, keepdim=True) + 1e-4)
+        ahead = ahead / (rewards.std(1, keepdim=True) + 1e-4)  # as in TRL; without it equal rewards would be 0 / 0
     return ahead
 
 
-def weight_of(n, n_tokens):
-    """What a token counts in an answer of n tokens. n_tokens: of all answers of the step, on all ranks.
+def weight_of(n, n_tokens, longest):
+    """What a token counts in an answer of n tokens. n_tokens: of all answers of the step to learn from, on all ranks.
+    longest: how many tokens an answer can have.
 
     dapo (arXiv 2503.14476): all tokens alike. grpo: all answers alike, so that a token of a long wrong answer costs
     little, and wrong answers grow. dr_grpo (arXiv 2503.20783): as dapo, but the sum does not depend on the lengths.
@@ -107,7 +110,7 @@ def weight_of(n, n_tokens):
     answers = config.prompts_per_step * config.num_generations
     if config.loss_type == 'dapo':
         return 1 / n_tokens
-    return 1 / (answers * (n if config.loss_type == 'grpo' else run.train_data.longest_answer))
+    return 1 / (answers * (n if config.loss_type == 'grpo' else longest))
 
 
 def losses_of_tokens(logps, old, advantages):
@@ -135,7 +138,9 @@ def save(step):
 
 also_log = model.communication if is_sharded and config.fsdp_impl == 'manual' else None
 watch.begin_training(model, save, also_log=also_log)
-record = Record(run, step, watch.say)  # what is counted of the answers, and some of them to read: rollouts.jsonl
+record = Record(run, step, watch.say)  # only counts: numbers of the answers, and some to read in rollouts.jsonl
+prompts = run.train_data.prompts
+longest = max(prompt.max_new_tokens for prompt in prompts)  # of answers to all prompts: the same in each step
 if step == 0 and run.tasks:
     watch.log.row(0, watch.scores(0))  # to compare with
 numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
@@ -153,12 +158,20 @@ while step < config.max_iters and not watch.must_stop:
     with fsdp.gathered(model, run) if is_sharded else weights_in_compute_dtype(raw_model):
         beat = functools.partial(watch.at, 'rollout', step + 1)  # a rank that still writes does not hang
         groups = write_groups(model if is_sharded else raw_model, run, step, beat)  # [[Answer] of each of its prompts]
+    record.begin_step(groups)
     advantages = advantages_of(torch.tensor([[answer.reward for answer in group] for group in groups]))
-    n_tokens = record.count(groups)  # of the answers to learn from, on all ranks
-    documents = [
-        (run.train_data.prompts[answer.prompt].tokens, answer.ids, advantage, weight_of(len(answer.ids), n_tokens))
+    to_learn = [
+        (answer, advantage)
         for answer, advantage in zip(sum(groups, []), advantages.flatten().tolist(), strict=True)
-        if advantage and not (config.mask_truncated and answer.is_cut)  # without an advantage there is no gradient
+        if not (config.mask_truncated and answer.is_cut)
+    ]
+    n_tokens = torch.tensor(sum(len(answer.ids) for answer, _ in to_learn))
+    dist.all_reduce(n_tokens)
+    n_tokens = n_tokens.item()
+    documents = [
+        (prompts[answer.prompt].tokens, answer.ids, advantage, weight_of(len(answer.ids), n_tokens, longest))
+        for answer, advantage in to_learn
+        if advantage  # without it there is no gradient; but in n_tokens such answers count
     ]
     batches = micro_batches(documents, run)  # packed into rows; equally many batches on each rank
 

@@ -47,6 +47,8 @@ FORMS = {
 OF_CHATS = {'tools': list, 'chat_template_kwargs': dict}  # for --apply_chat_template
 OPTIONAL = {'delimiter': str, 'description': str, 'group': str, 'num_fewshot': int, 'chance': float, **OF_CHATS}
 OF_PROMPTS = {'stop': list, 'rule': str, 'pattern': str, 'max_new_tokens': int}  # also optional
+OTHER_NAMES = dict.fromkeys(('question', 'problem', 'query', 'instruction', 'input'), 'prompt')  # in data for rewards
+OTHER_NAMES |= dict.fromkeys(('ground_truth', 'solution', 'target', 'response', 'output'), 'answer')
 MAX_NEW_TOKENS = 256  # as in the harness
 FEWSHOT_SEED = 1234  # as in the harness
 
@@ -163,6 +165,9 @@ def item_of(line, place):
     if form is None:
         forms = ', '.join('+'.join(sorted(needed)) for needed in FORMS.values())
         given = f'has the keys {", ".join(sorted(keys)) or "of no object"}; expected one of {forms}'
+        of_prompt = {key: OTHER_NAMES.get(key, key) for key in keys - OPTIONAL.keys() - OF_PROMPTS.keys()}
+        if sorted(of_prompt.values()) == sorted(FORMS['prompt']):
+            given += '; ' + ', '.join(f'rename {key} to {name}' for key, name in of_prompt.items() if key != name)
         advice = (
             f'; of a known task, `python prepare_data.py --tasks=NAME={place.partition(", row")[0]}` makes such rows'
         )
@@ -178,6 +183,11 @@ def item_of(line, place):
         if not isinstance(row[key], kind := optional.get(key, str)):
             names = {str: 'a text', int: 'a whole number', float: 'a number such as 0.25', dict: 'an object'}
             expected = names.get(kind, 'a list of objects' if key == 'tools' else 'a list of texts')
+            if key == 'prompt' and isinstance(row[key], list):  # messages
+                expected += (
+                    ', that of the last message, with a system message as the description; --prompts_chat, or '
+                    '--apply_chat_template of evaluate.py, writes them by the chat template'
+                )
             raise ValueError(f'{place}: {key} is {json.dumps(row[key])[:60]}; expected {expected}')
     if form == 'prompt':
         return item_of_prompt(row, place)
@@ -414,7 +424,7 @@ def prompts_of(task, encoder, window):
     for item, tokens in zip(task.items, encoder.encode([item.pairs[0][0] for item in task.items]), strict=True):
         if len(tokens) + item.max_new_tokens > window:
             given = f'{item.place}: the prompt has {len(tokens):,} tokens and its answer up to {item.max_new_tokens:,}'
-            advice = 'lower num_fewshot, or max_new_tokens'
+            advice = 'lower num_fewshot or max_new_tokens, or raise --block_size as far as the model has positions'
             raise ValueError(f'{given}, more than the {window:,} that the model sees: {advice}')
         prompts.append([Prompt(tokens or [encoder.prefix], item.stop, item.max_new_tokens)])
     return prompts

@@ -59,12 +59,12 @@ def check_keys(run):
     )
 
 
-def self_test(facts, run):
+def self_test(rewards, logps, run):
     """A line for the log if the answers of the first step's pairs are as likely as their reference says, since nothing
-    has been learned yet. facts: of this rank's pairs, as train_dpo.py has them. Collective. Raises ValueError on every
-    rank otherwise: then something is compared with something else."""
-    moved, logps = (facts[:, :2] / run.config.beta).abs(), facts[:, 4:].abs()
-    largest = (moved / logps.clamp(min=1)).max().item()
+    has been learned yet. rewards, logps: of this rank's pairs, (P, 2) both. Collective. Raises ValueError on every rank
+    otherwise: then something is compared with something else."""
+    moved = (rewards / run.config.beta).abs()
+    largest = (moved / logps.abs().clamp(min=1)).max().item()
     exact = run.compute_dtype == torch.float32
     problem = None
     if not largest <= (1e-4 if exact else 0.02):

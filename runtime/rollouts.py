@@ -60,7 +60,6 @@ class Prompts:
         self.reward = reward_of(self.items, config.reward)
         self.n_windows, self.vocab_size = len(self.items) * config.num_generations, None  # sequences of an epoch
         self.per_step = f'{config.prompts_per_step:,} and writes {counted(config.num_generations, "answer")} to each'
-        self.longest_answer = max(prompt.max_new_tokens for prompt in self.prompts)
         # A row holds at most so many answers, and padding behind them.
         self.n_starts = config.block_size // min(len(prompt.tokens) for prompt in self.prompts) + 1
         self.has_starts = config.packing
@@ -217,18 +216,14 @@ class Record:
         if run.rank == 0:
             cut_rows(Path(self.path), step)  # what an interrupted run has written beyond its checkpoint
 
-    def count(self, groups):
-        """How many tokens the answers to learn from have, on all ranks. groups: of this rank. Collective."""
+    def begin_step(self, groups):
+        """Count the answers of this rank in a step. groups: of write_groups()."""
         rewards = torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
         answers, spread = sum(groups, []), rewards.std(1)
-        learned = [answer for answer in answers if not (self.run.config.mask_truncated and answer.is_cut)]
-        lengths = [sum(len(answer.ids) for answer in some) for some in (answers, learned)]
-        cut = sum(answer.is_cut for answer in answers)
-        numbers = [rewards.sum(), spread.sum(), (spread == 0).sum(), lengths[0], cut, lengths[1]]
-        self.sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(self.sums)
+        tokens, cut = sum(len(answer.ids) for answer in answers), sum(answer.is_cut for answer in answers)
+        numbers = [rewards.sum(), spread.sum(), (spread == 0).sum(), tokens, cut]
+        self.of_answers = torch.tensor(numbers, dtype=torch.float64)
         self.of_tokens = torch.zeros(3, dtype=torch.float64, device=self.run.device)
-        return self.sums[-1].item()
 
     def add(self, logps, clipped):
         """Count the tokens of a micro-batch."""
@@ -236,16 +231,18 @@ class Record:
 
     def row(self, step, groups):
         """The numbers of a step for metrics.jsonl; also writes down the first group. Collective."""
-        config, sums = self.run.config, self.sums.tolist()
+        config = self.run.config
+        dist.all_reduce(self.of_answers)
         dist.all_reduce(self.of_tokens)
+        rewards, spread, without_spread, tokens, cut = self.of_answers.tolist()
         surprise, clipped, learned = self.of_tokens.tolist()
         n_prompts, n_answers = config.prompts_per_step, config.prompts_per_step * config.num_generations
         row = {
-            'reward': sums[0] / n_answers,
-            'reward_std': sums[1] / n_prompts,
-            'frac_reward_zero_std': sums[2] / n_prompts,
-            'completions/mean_length': sums[3] / n_answers,
-            'completions/clipped_ratio': sums[4] / n_answers,
+            'reward': rewards / n_answers,
+            'reward_std': spread / n_prompts,
+            'frac_reward_zero_std': without_spread / n_prompts,
+            'completions/mean_length': tokens / n_answers,
+            'completions/clipped_ratio': cut / n_answers,
         }
         if learned:
             row |= {'entropy': surprise / learned, 'clip_ratio/region_mean': clipped / learned}

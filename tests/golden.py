@@ -2,7 +2,7 @@
 Trains the same with two versions of this code, and compares every digit: losses, norms, weights, moments, and what the
 logs say. For changes that move code and must not change a number.
 
-    python tests/golden.py --against=HEAD~1            # 28 commands, 15 minutes on two cores
+    python tests/golden.py --against=HEAD~1            # 33 commands, 20 minutes on two cores
     python tests/golden.py --against=HEAD~1 -k tensor  # those whose names contain it
     python tests/golden.py --against=HEAD~1 --logs     # lines of the logs must be equal, too
 
@@ -34,6 +34,9 @@ HALF, STEPS = 3, 6
 LLAMA = ['--arch=llama', '--n_layer=4', '--n_head=4', '--n_kv_head=2']
 EXPERTS = ['--arch=qwen3', '--n_experts=4', '--expert_hidden_dim=24', '--router_aux=0.1', '--router_z=0.01']
 MANUAL, BF16, CHATS = '--fsdp_impl=manual', '--dtype=bfloat16', ['--dataset=chats', '--block_size=64']
+PAIRS = ['--dataset=pairs', '--block_size=128', '--yarn=2', '--init_from=MODEL']
+PROMPTS = ['--prompts=MATERIAL/prompts.jsonl', '--block_size=64', '--init_from=MODEL', '--prompts_per_step=4']
+PROMPTS += ['--num_generations=4', '--batch_size=2']
 LORA = [*CHATS, '--init_from=MODEL', '--lora_rank=4']
 COMMANDS = {  # name: (ranks, script, keys); a key that is given twice counts as it is given last
     'one process, dropout': (1, 'train_ddp.py', ['--dropout=0.1', '--optimizer=adana']),
@@ -85,6 +88,14 @@ COMMANDS = {  # name: (ranks, script, keys); a key that is given twice counts as
     'transformers, LoRA': (2, 'train_ddp.py', LORA),
     'LoRA on nf4, manual': (2, 'train_fsdp.py', [*LORA, MANUAL, '--frozen_dtype=nf4']),
     'native': (2, 'train_fsdp.py', [*CHATS, '--init_from=MODEL', MANUAL, '--native=True']),
+    'dpo': (2, 'train_dpo.py', [*PAIRS, '--sft_weight=0.2', '--batch_size=2']),
+    'dpo, simpo, fsdp': (3, 'train_dpo.py', [*PAIRS, '--loss_type=simpo', '--strategy=fsdp', BF16]),
+    'grpo, masked': (2, 'train_grpo.py', [*PROMPTS, '--mask_truncated=True', '--scale_rewards=group']),
+    'grpo, twice, fsdp': (
+        2,
+        'train_grpo.py',
+        [*PROMPTS, '--num_iterations=2', '--loss_type=dr_grpo', '--strategy=fsdp'],
+    ),
 }
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', '--batch_size=1', '--global_batch_size=12']
 RUN += [f'--max_iters={STEPS}', '--warmup_iters=2', f'--checkpoint_interval={HALF}', '--eval_interval=2']
@@ -96,7 +107,8 @@ def keys_of(name, material, out_dir, folder_of_model):
     given = {}
     for key in [*RUN, *COMMANDS[name][2], f'--data_dir={material / "data"}', f'--out_dir={out_dir}']:
         flag, _, value = key.partition('=')
-        given[flag] = value.replace('MODEL', str(folder_of_model)).replace('OUT', str(out_dir)) or 'True'
+        value = value.replace('MODEL', str(folder_of_model)).replace('OUT', str(out_dir))
+        given[flag] = value.replace('MATERIAL', str(material)) or 'True'
     if any(key.startswith('--init_from') for key in given):  # then the folder has the sizes
         given = {key: value for key, value in given.items() if key not in ('--n_layer', '--n_head', '--n_embd')}
         given.pop('--mlp_hidden_dim')
@@ -189,7 +201,7 @@ def checkout(revision, folder):
 
 
 def make_material(folder):
-    """Text, chats, and the folder of a model, for both versions."""
+    """Text, chats, pairs, prompts, and the folder of a model, for both versions."""
     prepare_tiny(folder)
     save_model(folder / 'model', 'llama_64')
     turns = [('user', 'What is {0} and {0}?'), ('assistant', 'It is {1}, as you can count.')]
@@ -197,6 +209,11 @@ def make_material(folder):
     source = write_rows(folder / 'chats.jsonl', rows)
     keys = [f'--dataset={source}', f'--tokenizer={folder / "model"}', f'--data_dir={folder / "data"}', '--name=chats']
     run_script('prepare_data.py', *keys, '--val_fraction=0.2')
+    rows = [{'prompt': f'{n} + 1 =', 'chosen': f'{n + 1}' * (1 + n % 3), 'rejected': f'{n + 2}'} for n in range(80)]
+    keys[0], keys[-1] = f'--dataset={write_rows(folder / "pairs.jsonl", rows)}', '--name=pairs'
+    run_script('prepare_data.py', '--pairs', *keys, '--val_fraction=0.2')
+    letters = {'answer': [*'abcdefghijklm'], 'rule': 'contains', 'stop': [*'ABCDEFGHIJ'], 'max_new_tokens': 8}
+    write_rows(folder / 'prompts.jsonl', [{'prompt': f'{n}:', **letters} for n in range(20)])
 
 
 def main():

@@ -749,6 +749,10 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
         ({**ASKED, 'max_new_tokens': 0}, 'max_new_tokens=0; expected 1 or more'),
         ({**ASKED, 'gold': 1}, 'has the keys answer, gold, prompt; expected one of'),
         ({'question': 'a', 'answer': 'b'}, 'python prepare_data.py --tasks=NAME=.*/bad.jsonl` makes such rows'),
+        ({'question': 'a', 'answer': 'b'}, '; rename question to prompt; of a known task'),
+        ({'problem': 'a', 'ground_truth': 'b'}, 'rename .*problem to prompt'),
+        ({'prompt': 'a', 'ground_truth': 'b', 'rule': 'exact'}, '; rename ground_truth to answer; '),
+        ({**ASKED, 'prompt': [{'role': 'user', 'content': 'a'}]}, 'expected a text, that of the last .*--prompts_chat'),
         (GOOD, "has 'choices', those before it have 'prompt': one file holds items of one form"),
     ],
 )

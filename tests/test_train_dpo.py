@@ -618,6 +618,33 @@ def by_trl(model, rows, loss_type, beta, folder):
     return losses_of_trl(Trainer, trl.DPOConfig, folder, model, config, **trainer)
 
 
+@pytest.mark.slow
+def test_rows_become_trls_tokens_but_for_the_line_feed_behind_the_end(folder, tmp_path):
+    """ChatML writes one behind <|im_end|>. TRL learns it, we do not; ids_of() are ours, as the plain loop shows."""
+    trl = pytest.importorskip('trl')
+    import datasets
+    import transformers
+
+    rows = rows_of_pairs(20)
+    as_messages = [
+        {
+            'prompt': messages_of([('user', row['prompt'])]),
+            **{which: messages_of([('assistant', row[which])]) for which in ('chosen', 'rejected')},
+        }
+        for row in rows
+    ]
+    trainer = trl.DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(folder / 'llama'),
+        args=trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder / 'llama'),
+        train_dataset=datasets.Dataset.from_list(as_messages),
+    )
+    for row, found in zip(rows, trainer.train_dataset, strict=True):
+        for which in ('chosen', 'rejected'):
+            prompt, answer = map(ids_of, text_of(row, which))
+            assert (found['prompt_ids'], found[f'{which}_ids']) == (prompt, [*answer, ord('\n')])
+
+
 def packed_row(rows):
     """x, y, starts of one sequence that holds the pairs of some rows, without padding."""
     x, y, starts = [], [], [0]

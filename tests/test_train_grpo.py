@@ -84,8 +84,7 @@ def config_of(loss_type='dapo', scale_rewards='none', epsilon=0.2, epsilon_high=
 
 
 def of_script(name, **keys):
-    run = SimpleNamespace(train_data=SimpleNamespace(longest_answer=LONGEST))
-    return function_of('train_grpo.py', name, config=config_of(**keys), run=run)
+    return function_of('train_grpo.py', name, config=config_of(**keys))
 
 
 @pytest.mark.parametrize('scale', ['none', 'group'])
@@ -102,7 +101,7 @@ def test_an_advantage_is_what_is_above_the_mean(scale):
 def test_tokens_weigh_what_the_papers_say():
     lengths = [1, 3, 8, 8]
     weights = {
-        name: [of_script('weight_of', loss_type=name)(n, sum(lengths)) for n in lengths]
+        name: [of_script('weight_of', loss_type=name)(n, sum(lengths), LONGEST) for n in lengths]
         for name in ('dapo', 'dr_grpo', 'grpo')
     }
     answers = PROMPTS * GROUP
@@ -425,7 +424,7 @@ def test_a_full_disk_ends_no_run(folder, alone, tmp_path):
     record = rollouts.Record(run, 0, said.append)
     record.path = '/dev/full'
     groups = rollouts.write_groups(model, run, 0, lambda: None)
-    record.count(groups)
+    record.begin_step(groups)
     for step in (1, 2):
         assert record.row(step, groups)['reward'] == np.mean([answer.reward for group in groups for answer in group])
     assert len([line for line in said if '/dev/full from step 1 on: [Errno 28]' in line]) == 1
@@ -537,10 +536,8 @@ def test_ten_steps_are_those_of_trl(tmp_path, loss_type, scale):
     steps, losses = steps_of_trl(model), []
     config = config_of(loss_type, scale, epsilon_high=0.2)
     config.prompts_per_step = PROMPTS_OF_TRL
-    run = SimpleNamespace(train_data=SimpleNamespace(longest_answer=CUT_AT))
     advantages_of, weight_of, losses_of_tokens = (
-        function_of('train_grpo.py', name, config=config, run=run)
-        for name in ('advantages_of', 'weight_of', 'losses_of_tokens')
+        function_of('train_grpo.py', name, config=config) for name in ('advantages_of', 'weight_of', 'losses_of_tokens')
     )
     opt = optimizer_of_trl(model)
     for answers, rewards, old in steps:
@@ -551,7 +548,7 @@ def test_ten_steps_are_those_of_trl(tmp_path, loss_type, scale):
         )
         for part in (slice(0, 3), slice(3, 8)):
             repeats = torch.tensor(lengths[part])
-            weights = torch.tensor([weight_of(n, sum(lengths)) for n in lengths[part]])
+            weights = torch.tensor([weight_of(n, sum(lengths), CUT_AT) for n in lengths[part]])
             found, _ = losses_of_tokens(
                 log_probabilities(model, answers[part]),
                 torch.cat(old[part]),
