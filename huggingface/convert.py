@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from huggingface import rotation
 from huggingface.files import Weights
-from model import ModelConfig, is_load
+from model import GPT, ModelConfig, is_load
 from system.files import read_json
 
 # Modules of model.py -> modules of transformers, first those of the whole model, then those of a block.
@@ -174,12 +174,23 @@ def config_of_export(folder):
 
 def weights_of_export(folder, model_config):
     """{name: tensor} for model.GPT from a folder as in config_of_export(), with zeros for the rows that pad the
-    vocabulary."""
+    vocabulary. Raises ValueError if its config.json, which may be somebody else's, has the sizes of another model."""
     weights = Weights(folder, key='model')
     tensors = {name.removeprefix('model.'): weights.read(name) for name in weights.file_of}
     for name in tensors.keys() & {'embed.weight', 'head.weight'}:
         tensors[name] = F.pad(tensors[name], (0, 0, 0, model_config.padded_vocab_size - model_config.vocab_size))
-    tensors.setdefault('head.weight', tensors['embed.weight'])  # the files have tied weights once
+    if 'embed.weight' in tensors:
+        tensors.setdefault('head.weight', tensors['embed.weight'])  # the files have tied weights once
+    where = f'{folder}/config.json'
+    n_blocks = len({name.split('.')[1] for name in tensors if name.startswith('blocks.')})
+    if n_blocks != model_config.n_layer:
+        raise ValueError(f'{where}: n_layer is {model_config.n_layer}, and there are weights of {n_blocks} blocks')
+    with torch.device('meta'):
+        expected = {name: (*tensor.shape,) for name, tensor in GPT(model_config).state_dict().items()}
+    found = {name: (*tensor.shape,) for name, tensor in tensors.items()}
+    if other := sorted(found.items() ^ expected.items()):
+        name = other[0][0]
+        raise ValueError(f'{where}: a model like this has {name} {expected.get(name)}, its weights {found.get(name)}')
     return tensors
 
 

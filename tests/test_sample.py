@@ -149,6 +149,18 @@ def test_what_export_model_wrote_says_what_the_run_says(name, runs, sample, star
     text, notes = start(f'--model={tmp_path / "model"}', *options)
     assert text == sample(runs / name, *options)[0] and text.startswith('import os')
     assert f'{tmp_path / "model"}: {"enoki" if is_own else "llama"}, ' in notes
+    if is_own:
+        path = tmp_path / 'model/config.json'
+        content = json.loads(path.read_text())
+        for key, value, said in (
+            ('n_layer', 10**9, 'n_layer is 1000000000, and there are weights of'),
+            ('n_embd', 2**35, r'attn.proj.weight \(34359738368, '),
+            ('n_embd', 'x', 'n_embd=x: expected int'),
+            ('mlp_hidden_dim', 8, r'a model like this has blocks.0.mlp.*8'),
+        ):
+            path.write_text(json.dumps({**content, key: value}))
+            with pytest.raises(ValueError, match=said):
+                start(f'--model={tmp_path / "model"}', *options)
 
 
 def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
