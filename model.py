@@ -1033,6 +1033,7 @@ class GPT(nn.Module):
     """A decoder-only transformer. Its weights come from initial_value() or a state dict, not from the constructor."""
 
     takes_padding = True  # if a mask hides it; not so in all models of transformers, see finetune.ForTraining
+    turning_point = math.inf  # no text is rotated otherwise because it grows
     reads_on = False  # it cannot append several tokens to a cache, which has room for one text only
 
     def __init__(self, config, compute_dtype=torch.float32):

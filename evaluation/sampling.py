@@ -87,9 +87,11 @@ def stream_batch(
         for rows in together if max_new_tokens > 0 else ():
             reader = None
             while rows:
+                if reader is not None and reader.turns([len(texts[row]) for row in rows], itself.turning_point):
+                    reader = None  # all of a text is computed in another way now
                 if reader is not None and reader.cache is not None:
                     logits = reader.read([texts[row][-1:] for row in rows])  # (B, vocab_size)
-                elif memory is not None and itself.reads_on and memory.fits(texts[0]):
+                elif memory is not None and itself.reads_on and memory.fits(texts[0], itself.turning_point):
                     reader = memory.reader
                     logits = reader.read([texts[0][reader.length :]])
                 else:
@@ -149,6 +151,12 @@ class Reader:
         attention = attention_behind(self.pads, len(columns[0]), self.length, self.device)
         return self.model(torch.tensor(columns, device=self.device), attention=attention, cache=self.cache)[:, -1]
 
+    def turns(self, lengths, turning_point):
+        """Whether one of the texts, which now have these lengths, has grown beyond the turning point of a model
+        (rotation.turning_point()) since it was read."""
+        read = [self.length - pads for pads in self.pads]
+        return any(before <= turning_point < now for before, now in zip(read, lengths, strict=True))
+
     def keep(self, itself, places):
         """Continue only with the texts at these places. itself: the unwrapped model, which has keep_rows()."""
         itself.keep_rows(self.cache, torch.tensor(places, device=self.device))
@@ -160,9 +168,10 @@ class Memory:
 
     reader, ids = None, ()
 
-    def fits(self, text):
-        """Whether a text begins with what was read, and is longer."""
-        return self.reader is not None and len(self.ids) < len(text) and text[: len(self.ids)] == self.ids
+    def fits(self, text, turning_point):
+        """Whether a text begins with what was read, is longer, and what was read is still computed in the same way."""
+        begins = self.reader is not None and len(self.ids) < len(text) and text[: len(self.ids)] == self.ids
+        return begins and not self.reader.turns([len(text)], turning_point)
 
 
 def attention_behind(pads, T, length, device):

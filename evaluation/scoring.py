@@ -9,6 +9,7 @@ compute the common beginning once, the requests become one row, a trunk with bra
 have without the other branches.
 """
 
+import math
 import os
 from typing import NamedTuple
 
@@ -63,9 +64,10 @@ def batches_of(rows, batch_size):
     return batches
 
 
-def tensors_of(rows, device, multiple=1):
+def tensors_of(rows, device, multiple=1, turning_point=math.inf):
     """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch, with T padded to a multiple of
-    `multiple`. tree: the rows' attention, or None if no row has branches. places: in the flattened tokens."""
+    `multiple`. tree: the rows' attention, or None if no row has branches, and padding changes nothing in front of it.
+    places: in the flattened tokens. turning_point: of the model, see rotation.py."""
     T = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
 
     def padded(lists, value):
@@ -74,7 +76,7 @@ def tensors_of(rows, device, multiple=1):
     wanted = [(n * T + place, token, number) for n, row in enumerate(rows) for place, token, number in row.wanted]
     places, targets, numbers = torch.tensor(wanted, device=device).unbind(1)
     tree = None
-    if any(row.branches[-1] for row in rows):
+    if T > turning_point or any(row.branches[-1] for row in rows):
         branches = padded([row.branches for row in rows], -1)
         query, key = branches[:, None, :, None], branches[:, None, None, :]
         tree = MaskedAttention(padded([row.positions for row in rows], 0), ((query == key) | (key == 0)).tril())
@@ -94,10 +96,13 @@ def log_likelihoods(
     ranks, so the log-likelihoods do not, either.
     """
     rank, world_size = dist.get_rank() // ranks_per_batch, dist.get_world_size() // ranks_per_batch
+    turning_point = processes.unwrapped(model).turning_point
     flat, rows = [request for item_requests in requests for request in item_requests], []
     first_number = 0
     for item_requests in requests:
-        rows += rows_of(item_requests, first_number, longest, shares)
+        # Beyond the turning point, branches of other lengths would want their trunk rotated in other ways.
+        may_share = shares and max(len(request.tokens) for request in item_requests) <= turning_point
+        rows += rows_of(item_requests, first_number, longest, may_share)
         first_number += len(item_requests)
     batches = batches_of(rows, batch_size)
     totals = torch.zeros(2, len(flat), dtype=torch.float64, device=device)  # nats, and how many targets are likeliest
@@ -108,7 +113,7 @@ def log_likelihoods(
         # Every rank makes equally many forward passes, because sharded models gather weights in them. One without a
         # batch left computes the last one again, and its result is not counted.
         batch = batches[min(mine, len(batches) - 1)]
-        tokens, tree, places, targets, numbers = tensors_of(batch, device, ranks_per_batch)
+        tokens, tree, places, targets, numbers = tensors_of(batch, device, ranks_per_batch, turning_point)
 
         def score(hidden, logits_of, places=places, targets=targets):
             return score_tokens(hidden.flatten(0, 1)[places], logits_of, targets)

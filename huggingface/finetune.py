@@ -74,9 +74,10 @@ NATIVE_MODEL_KEYS += 'tie_embeddings attention_gate parametrization base_width b
 NATIVE_MODEL_KEYS += 'n_experts experts_per_token expert_hidden_dim router_bias'.split()
 NATIVE_MODEL_KEYS += 'logit_softcap window_pattern window_size'.split()
 LORA_KEYS = 'lora_rank lora_alpha lora_targets lora_dropout lora_rslora modules_to_save'.split()
+# Keys of config.json that change nothing but training. (Not jitter: phimoe chooses experts by it in eval mode, too.)
 DROPOUT = re.compile(r'dropout|_pdrop$')
-NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
-VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
+NOISE = re.compile(rf'{DROPOUT.pattern}|layerdrop')
+VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|jitter_noise|{NOISE.pattern}')
 # Models in which causal_attention() replaces transformers' own attention: they need no masks other than those it makes.
 OWN_ATTENTION = 'gemma gpt2 granite llama mistral mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2'.split()
 # Classes whose attention sees other documents of a row, though nothing in them looks like it: most make a mask without
@@ -163,6 +164,7 @@ class Pretrained:
         self.yarn = rotation.extend(text, folder, block_size or 0, self.rope_theta, self.yarn or [])
         self.positions = positions = getattr(text, 'max_position_embeddings', None)
         self.block_size = block_size or positions
+        self.turning_point = rotation.turning_point(text)
         if block_size and positions and block_size > positions:
             advice = f'use --block_size={positions} or less'
             advice += f', or --yarn={math.ceil(block_size / positions)}' if rotation.of(text) else ''
@@ -202,7 +204,7 @@ class Pretrained:
     def frozen_of_tokens(self):
         """(the model on the meta device, its parameters with a row for each token that are not trained: the names)."""
         with torch.device('meta'):
-            model = for_training(copy.deepcopy(self))  # for_training() changes the noise in its configuration
+            model = for_training(self)
         parameters = dict(model.named_parameters())
         return model, [name for name in names_of_tokens(model) if not parameters[name].requires_grad]
 
@@ -253,7 +255,7 @@ class Pretrained:
         if not self.lora_rank:
             return False
         with torch.device('meta'):
-            model = for_training(copy.deepcopy(self))  # for_training() changes the noise in its configuration
+            model = for_training(self)
         return any(isinstance(module, lora.ExpertsWithLora) for module in model.modules())
 
     def holds_another_head(self):
@@ -349,10 +351,10 @@ class Pretrained:
         shutil.rmtree(kept, ignore_errors=True)
         os.rename(f'{kept}.tmp', kept)
 
-    def empty_model(self, kind=None):
+    def empty_model(self, kind=None, config=None):
         """The transformers model without its weights; its parameters and buffers are on the context's device, best on
-        meta. kind: a subclass of transformers' class to make instead of that class."""
-        transformers, config = transformers_offline(), copy.deepcopy(self.config)
+        meta. kind: a subclass of transformers' class to make instead of that class. config: None = the folder's."""
+        transformers, config = transformers_offline(), copy.deepcopy(config or self.config)
         text = config.get_text_config()
         pad = getattr(text, 'pad_token_id', None)
         if pad is not None and pad >= text.vocab_size:
@@ -382,6 +384,7 @@ class Pretrained:
         with torch.device('meta'):
             model = self.empty_model()
         mixes = model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules())
+        mixes |= counts_columns(model.config.get_text_config(), self.block_size)
         return not mixes and self.arch not in MIXED_ROWS and Arguments.of(type(model)).position_ids
 
     def to_dict(self):
@@ -483,6 +486,12 @@ def mark_experts(model):
                 module.active = min(1.0, chosen / number)
 
 
+def counts_columns(config, T):
+    """Whether attention in rows of T tokens depends on where in its row a text is: Llama 4 counts columns, and not
+    positions, for its temperature, and for the chunks within which tokens see each other."""
+    return any(0 < (getattr(config, name, None) or 0) <= (T or 0) for name in ('floor_scale', 'attention_chunk_size'))
+
+
 def heads_of(config):
     """(number of heads, dimensions of one). Some configurations raise errors of their own if layers differ in it."""
     heads = getattr(config, 'num_attention_heads', 1)
@@ -503,6 +512,9 @@ class ForTraining:
     ties = ()  # for each parameter with several places, its [(module, attribute), ...]; set by for_training()
     counts = flops = None  # parameter_counts() and flops_per_token() from before weights were packed into bytes
     routers = ()  # if a mixture is to be balanced: a Balance for each of its routers
+    jittered = ()  # modules that stay in eval mode, see train()
+    counts_columns = False  # see counts_columns()
+    turning_point = math.inf  # see rotation.turning_point()
     is_whole = False  # not sharded: weights are fp32 masters or stored frozen ones, see lora.compute_from_stored()
 
     def forward(self, x, y=None, starts=None, attention=None, cache=None, then=None):
@@ -568,7 +580,7 @@ class ForTraining:
     def takes_padding(self):
         """Whether last_logits() accepts a mask that hides padding. State-space models do not, since each handles its
         state in its own way, and without a cache another mask is expected."""
-        return bool(self.arguments.cache and self.arguments.position_ids)
+        return bool(self.arguments.cache and self.arguments.position_ids) and not self.counts_columns
 
     @property
     def reads_on(self):
@@ -597,12 +609,13 @@ class ForTraining:
                 router.begin()
         return self
 
-    def _init_weights(self, module):
-        """transformers' rules for what no file holds, and one for the counts of balance_routers()."""
-        if isinstance(module, Balance):
-            module.seen.zero_()
-        else:
-            super()._init_weights(module)
+    def train(self, mode=True):
+        """As of any module, but without pretraining's noise in routers (jitter): they choose experts as they do in eval
+        mode, so that a model is trained, sampled and scored as one function."""
+        super().train(mode)
+        for module in self.jittered:
+            module.training = False
+        return self
 
     def tie(self):
         """Put the first parameter of each tie into its other places."""
@@ -628,7 +641,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     Raises ValueError for LoRA targets and frozen parameters that the model does not have."""
     transformers = transformers_offline()
     transformers.AttentionInterface.register(ATTENTION, causal_attention)
-    config = pretrained.config
+    config = copy.deepcopy(pretrained.config)  # reference_logits() computes with that of the folder
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in list(vars(part).items()):  # replace pretraining's noise by this run's
             if NOISE.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -637,7 +650,8 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
         library_class = type(pretrained.empty_model())
     # transformers looks up the class in its module's file, and its loss by the class's name.
     names = {'__module__': library_class.__module__}
-    model = pretrained.empty_model(type(library_class.__name__, (ForTraining, library_class), names))
+    model = pretrained.empty_model(type(library_class.__name__, (ForTraining, library_class), names), config)
+    model.jittered = [module for module in model.modules() if any('jitter' in name for name in vars(module))]
     if pretrained.arch in OWN_ATTENTION and model.config._attn_implementation == 'sdpa':
         model.set_attn_implementation(ATTENTION)
     places = {}
@@ -648,10 +662,15 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.ties = [parameter_places for parameter_places in places.values() if len(parameter_places) > 1]
     model.blocks, model.arguments = find_blocks(model), Arguments.of(library_class)
     mark_experts(model)
+    text = config.get_text_config()
     model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
+    model.counts_columns = counts_columns(text, pretrained.block_size)
+    model.turning_point = pretrained.turning_point
+    if (pretrained.block_size or 0) > model.turning_point:
+        rotation.by_document(model, model.turning_point)
     model.z_loss, model.has_dropout = pretrained.z_loss, pretrained.dropout > 0
     model.draws_noise = model.has_dropout or pretrained.lora_dropout > 0
-    head, text = model.get_output_embeddings(), config.get_text_config()
+    head = model.get_output_embeddings()
     heads, model.head_dim = heads_of(text)
     changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
     model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
@@ -813,7 +832,11 @@ def loss_of_logits(logits, targets, vocab_size, z_loss):
 
 def fill_buffers(model, device):
     """Put buffers on `device`, and recompute those that no file holds, such as RoPE's frequencies, by transformers'
-    rules in _init_weights(). Raises ValueError for a buffer without such a rule."""
+    rules in _init_weights(), and the counts of balance_routers(). Raises ValueError for a buffer without a rule."""
+    rules = {}  # of each module: that of the innermost model around it, which may read what this alone has
+    for part in model.modules():
+        if hasattr(part, '_init_weights'):
+            rules.update(dict.fromkeys(part.modules(), part._init_weights))
     for module in model.modules():
         unset = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         for name, buffer in module._buffers.items():
@@ -830,7 +853,7 @@ def fill_buffers(model, device):
             module._parameters = {
                 name: p if p is None else whole(p.shape, dtype=p.dtype) for name, p in parameters.items()
             }
-            model._init_weights(module)
+            module.seen.zero_() if isinstance(module, Balance) else rules[module](module)
             module._parameters = parameters
         for name in unset:
             if module._buffers[name].isnan().any():
@@ -957,7 +980,7 @@ def seen_in_training(pretrained):
     if pretrained.frozen_rounding == 'float32':
         return lambda name, rows: rows
     with torch.device('meta'):
-        model = for_training(copy.deepcopy(pretrained))  # for_training() changes the noise in its configuration
+        model = for_training(pretrained)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
 
     def seen(name, rows):

@@ -3,7 +3,14 @@ The rotary embedding in a configuration of transformers, and how it changes when
 
     yarn = extend(config, folder, block_size=131072, theta=None, yarn=[4])  # changes config; [4, 32768]
     keys |= with_yarn(keys['rope_parameters'], factor=4, before=32768)
+    if block_size > turning_point(config):
+        by_document(model, turning_point(config))
 """
+
+import math
+
+import torch
+import torch.nn.functional as F
 
 from model import check_yarn
 
@@ -47,3 +54,34 @@ def extend(config, folder, block_size, theta, yarn):
     for name, value in with_yarn(config.rope_parameters, *yarn).items():
         setattr(config, name, value)
     return yarn
+
+
+def turning_point(config):
+    """How many tokens a text may have before all of it, from the first token on, is rotated in another way: LongRoPE
+    (arXiv 2402.13753) has other factors for longer texts. math.inf if that never happens. (With rope_type=dynamic it
+    happens beyond max_position_embeddings, where no text of these scripts goes.)"""
+    rotation = of(config)
+    return rotation['original_max_position_embeddings'] if rotation.get('rope_type') == 'longrope' else math.inf
+
+
+def by_document(model, turning_point):
+    """Let a model of transformers with LongRoPE choose the factors of each document by its own length. By itself it
+    chooses them for a batch, by the largest position in it: a text would depend on what is packed or batched with it.
+    """
+    for module in model.modules():
+        if getattr(module, 'rope_type', None) == 'longrope':
+            module.forward = with_both_factors(module.forward, turning_point)
+
+
+def with_both_factors(forward, turning_point):
+    """A rotary module's forward (x, position_ids (B, T)) -> (cos, sin), each (B, T, D)."""
+
+    def of_each_document(x, position_ids):
+        document = (position_ids == 0).cumsum(-1)  # behind a cache there is none that begins, and all are 0
+        last = torch.zeros_like(F.pad(position_ids, (0, 1))).scatter_reduce(-1, document, position_ids, 'amax')
+        is_long = (last.gather(-1, document) >= turning_point)[..., None]
+        short = forward(x, position_ids.clamp(max=turning_point - 1))
+        long = forward(x, F.pad(position_ids, (0, 1), value=turning_point))  # a token more, by which it is long
+        return tuple(torch.where(is_long, b[:, :-1], a) for a, b in zip(short, long, strict=True))
+
+    return of_each_document

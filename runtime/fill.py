@@ -114,8 +114,21 @@ def fill_data(run):
             run.notes.append(
                 f'--block_size={most} {"holds every pair" if train_data.is_pairs else "keeps every conversation whole"}'
             )
+    refuse_padding_that_counts(run)
     if train_data.is_packed and not config.packing:
         run.notes.append(line_of_padding(run, longest))
+
+
+def refuse_padding_that_counts(run):
+    """Raise ValueError if each document would have a row of its own, and its padding would rotate it in another way."""
+    config, turning_point = run.config, run.pretrained.turning_point if run.pretrained else math.inf
+    has_padding = run.train_data.is_packed or 'prompts' in vars(config)
+    if has_padding and not config.packing and config.block_size > turning_point:
+        raise ValueError(
+            f'packing=False with block_size={config.block_size}: {run.pretrained.arch} (LongRoPE) takes padding for '
+            f'text, and has other frequencies for more than {turning_point:,} tokens: leave packing out, or use '
+            f'--block_size={turning_point}'
+        )
 
 
 def line_of_padding(run, longest):

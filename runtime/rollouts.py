@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -277,6 +278,16 @@ class Record:
 # --- ROWS -------------------------------------------------------------------------------------------------------------
 
 
+def as_written(prompt, answer, advantage, weight, turning_point):
+    """A document as those in which each token is learned from what it was drawn from. They are two if the answer has
+    grown beyond the turning point of LongRoPE (rotation.py), since all of a text is computed in another way then."""
+    drawn = turning_point + 1 - len(prompt)  # tokens of the answer, from texts of at most turning_point tokens
+    if not 0 < drawn < len(answer):
+        return [(prompt, answer, advantage, weight)]
+    first, rest = answer[:drawn], answer[drawn:]
+    return [(prompt, first, advantage, weight), ([*prompt, *first], rest, advantage, weight)]
+
+
 def micro_batches(documents, run):
     """
     Documents packed into rows, batch_size rows at a time, and equally many batches on every rank: a list of
@@ -287,6 +298,8 @@ def micro_batches(documents, run):
     advantages and weights: fp32 of each target y >= 0, in the order of y[y >= 0].
     """
     config, T = run.config, run.config.block_size
+    turning_point = run.pretrained.turning_point if run.pretrained else math.inf
+    documents = [part for document in documents for part in as_written(*document, turning_point)]
     sizes = np.array([len(prompt) + len(answer) - 1 for prompt, answer, *_ in documents], dtype=np.int64)
     order, bins = pack(sizes, T) if config.packing else (np.arange(len(sizes)), np.arange(len(sizes)))
     rows = [order[bins == bin] for bin in range(int(bins.max(initial=-1)) + 1)]

@@ -51,6 +51,24 @@ HYBRID = {
     'granitemoehybrid': ('GraniteMoeHybridConfig', SIZES | EXPERTS | GRANITE),
     'gpt_oss': ('GptOssConfig', SIZES | EXPERTS | {'head_dim': 8, 'sliding_window': 8, 'pad_token_id': 0}),
 }
+# Classes that compute a text in another way if it is long, or if it begins later in its row.
+TURN = 32  # tokens of a text, after which all of it is rotated in another way
+SIZES_OF_32 = SIZES | {'hidden_size': 32, 'pad_token_id': 0}
+LONG_ROPE = {'rope_type': 'longrope', 'rope_theta': 10000.0, 'original_max_position_embeddings': TURN, 'factor': 2.0}
+LONG_ROPE |= {'short_factor': [1.0, 1.1, 1.2, 1.3], 'long_factor': [1.0, 3.0, 9.0, 27.0]}
+M_SCALE = {'short_mscale': 1.0, 'long_mscale': 1.3}
+COLUMNS = {'no_rope_layers': [1, 1, 0], 'attention_chunk_size': 16, 'floor_scale': 4, 'attn_scale': 0.5, 'head_dim': 8}
+GEMMA3N = {'head_dim': 8, 'sliding_window': 8, 'vocab_size_per_layer_input': VOCABULARY, 'laurel_rank': 4}
+GEMMA3N |= {'hidden_size_per_layer_input': 8, 'num_kv_shared_layers': 1, 'activation_sparsity_pattern': [0.0] * 3}
+OF_LENGTH = {
+    'phi3_longrope': (
+        'Phi3Config',
+        SIZES_OF_32 | {'rope_parameters': LONG_ROPE, 'original_max_position_embeddings': TURN},
+    ),
+    'phimoe': ('PhimoeConfig', SIZES_OF_32 | EXPERTS | {'rope_parameters': LONG_ROPE | M_SCALE}),
+    'llama4_text': ('Llama4TextConfig', SIZES_OF_32 | EXPERTS | COLUMNS | {'intermediate_size_mlp': 48}),
+    'gemma3n_text': ('Gemma3nTextConfig', SIZES_OF_32 | GEMMA3N),
+}
 # Their rows can be cut into blocks of 64 weights, as nf4 needs, and shards are still uneven on 3 ranks.
 SIZES_OF_64 = SIZES | {'hidden_size': 64, 'intermediate_size': 128}
 OF_64 = {
@@ -70,9 +88,10 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
     differ. Returns the folder."""
     import transformers
 
-    name, sizes = (MODELS | MORE_MODELS | HYBRID | OF_64)[kind]
+    name, sizes = (MODELS | MORE_MODELS | HYBRID | OF_64 | OF_LENGTH)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
-    config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes | changes)
+    sizes = {'vocab_size': VOCABULARY, 'initializer_range': 0.1} | special | sizes | changes
+    config = getattr(transformers, name)(**sizes)
     torch.manual_seed(len(kind))
     transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}

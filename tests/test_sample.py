@@ -10,7 +10,8 @@ import torch
 from chats import LEARNED, encoder_of, make_tokenizer
 from launch import TINY_MODEL, TINY_RUN, command_of, environment, fork_script, run_forked, run_script
 from precision import MARGIN, gap_of_text, likeliest
-from pretrained import CHATML, HYBRID, MODELS, MORE_MODELS, save_model
+from pretrained import CHATML, HYBRID, MODELS, MORE_MODELS, OF_LENGTH, TURN, save_model
+from short import slow_but
 from tokenizers import processors
 
 from evaluation import prompts, sampling, tasks
@@ -244,6 +245,32 @@ def test_a_text_that_goes_on_where_one_ended_need_not_be_read_again(kind, tmp_pa
         assert sizes[:6] == [expected, 1, 1, 1, 1, 1] and sizes[6] == len(before)
         sizes.clear()
         text = [*before, *new, 5, 6, 7]
+
+
+@pytest.mark.parametrize('kind', slow_but(['phi3_longrope'], OF_LENGTH))
+def test_texts_that_grow_past_a_length_are_written_as_without_a_cache(kind, tmp_path):
+    """Beyond TURN tokens, LongRoPE rotates all of a text in another way; so what a cache holds is of no use."""
+    import transformers
+
+    folder = save_model(tmp_path, kind, initializer_range=0.3)
+    model, memory = loaded(folder), sampling.Memory()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [[*range(begin, begin + n)] for begin, n in ((1, 25), (60, 12), (90, TURN), (130, TURN + 2))]
+
+    def without_cache(text, n):
+        for _ in range(n):
+            text = [*text, likeliest(theirs(torch.tensor([text]), use_cache=False).logits[:, -1]).item()]
+        return text
+
+    with torch.no_grad():
+        expected = [without_cache(prompt, 24)[len(prompt) :] for prompt in prompts]
+        assert sampling.generate_batch(model, prompts, 24) == expected
+        assert [sampling.generate_batch(model, [prompt], 24)[0] for prompt in prompts] == expected
+        text = prompts[0]
+        for _ in range(3):  # turns of a chat, the last of them beyond TURN
+            (new,) = sampling.generate_batch(model, [text], 3, memory=memory)
+            assert new == without_cache(text, 3)[len(text) :]
+            text = [*text, *new, 5, 6]
 
 
 # --- sample.py on such folders ----------------------------------------------------------------------------------------

@@ -23,12 +23,12 @@ from post_training import (
     step_of_trl,
 )
 from precision import assert_as_close_to_float64, assert_same_run
-from pretrained import save_model
+from pretrained import TURN, save_model
 from short import slow_but
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dataset.shuffle import permuted
-from evaluation import in_run
+from evaluation import in_run, sampling
 from huggingface import finetune
 from logprobs import token_logps
 from model import generator_of
@@ -404,6 +404,39 @@ def test_only_the_shape_of_training_is_compiled(folder, alone):
     for x, y, starts, _, _ in rollouts.micro_batches(documents, run):
         token_logps(model, x, y, starts).sum().backward()
     assert counter.frame_count == 1
+
+
+def test_each_token_is_learned_from_the_text_that_it_was_drawn_from(alone, tmp_path):
+    """As of LongRoPE, which computes all of a text in another way when it has more than TURN tokens."""
+    import transformers
+
+    save_model(tmp_path, 'phi3_longrope', initializer_range=0.3)
+    pretrained = finetune.Pretrained(str(tmp_path))
+    model = finetune.for_generation(pretrained, None, torch.float32, 'cpu')
+    prompts = [[*range(begin, begin + n)] for begin, n in ((1, 25), (60, 12), (130, TURN + 2), (90, TURN))]
+    generators = [generator_of(SEED, str(n)) for n in range(len(prompts))]
+    answers = sampling.generate_batch(model, prompts, 16, temperature=1.0, generators=generators)
+    config = SimpleNamespace(packing=True, batch_size=2, block_size=64)
+    run = SimpleNamespace(config=config, pretrained=pretrained, device=torch.device('cpu'))
+    run.train_data = SimpleNamespace(n_starts=9)
+    documents = [(prompt, answer, n, 1.0) for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
+    found, n_tokens = torch.zeros(len(prompts)), 0
+    for x, y, starts, number, _ in rollouts.micro_batches(documents, run):
+        found.index_add_(0, number.long(), token_logps(model, x, y, starts))
+        n_tokens += len(number)
+
+    def without_cache(dtype):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+        sums = torch.zeros(len(prompts), dtype=torch.float64)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            for place, token in enumerate(answer):
+                logits = theirs(torch.tensor([[*prompt, *answer[:place]]]), use_cache=False).logits[0, -1]
+                sums[row] += logits.log_softmax(-1)[token].item()
+        return sums
+
+    with torch.no_grad():
+        assert_as_close_to_float64(found, without_cache(torch.float32), without_cache(torch.float64))
+    assert n_tokens == sum(map(len, answers))
 
 
 def test_an_epoch_is_of_prompts(folder):

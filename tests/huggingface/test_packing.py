@@ -1,15 +1,17 @@
 """Packed documents of transformers' classes: which see each other, and what is learned where they would."""
 
 import importlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from precision import assert_as_close_to_float64
-from pretrained import HYBRID, MODELS, MORE_MODELS, POSITIONS, VOCABULARY, save_model
+from pretrained import HYBRID, MODELS, MORE_MODELS, OF_LENGTH, POSITIONS, TURN, VOCABULARY, save_model
 
 from huggingface import finetune
+from runtime import fill
 
 KINDS = [*HYBRID, *MODELS, *MORE_MODELS]
 
@@ -82,6 +84,45 @@ def test_padded_rows_teach_what_one_conversation_at_a_time_does(models, kind):
     expected, exact = one_at_a_time(torch.float32), one_at_a_time(torch.float64)
     assert exact['loss'] > 1 and len(exact) > 5
     assert_as_close_to_float64(found, expected, exact, kind)
+
+
+@pytest.mark.parametrize('kind', OF_LENGTH)
+def test_what_depends_on_lengths_is_computed_in_each_row_as_transformers_computes_it_alone(tmp_path, kind):
+    import transformers
+
+    pretrained, model = loaded(save_model(tmp_path, kind, initializer_range=0.3))
+    assert pretrained.keeps_documents_apart == (kind != 'llama4_text')
+    lengths = [20, TURN + 7, 5] if pretrained.keeps_documents_apart else [TURN + 7]
+    x = torch.randint(VOCABULARY, (1, POSITIONS), generator=torch.Generator().manual_seed(4))
+    borders = [0, *itertools.accumulate(lengths)]
+
+    def alone(dtype):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+        if dtype == torch.float64 and kind == 'phimoe':
+            theirs.set_experts_implementation('eager')  # grouped_mm has no float64
+        return {
+            f'document {n}': theirs(x[:, a:b], use_cache=False).logits
+            for n, (a, b) in enumerate(itertools.pairwise(borders))
+        }
+
+    with torch.no_grad():
+        if pretrained.keeps_documents_apart:
+            logits = model(x, None, torch.tensor([borders]))
+            assert torch.equal(model.train()(x, None, torch.tensor([borders])), logits), 'no noise in training'
+        else:
+            logits = model(x[:, : borders[1]])
+        found = {f'document {n}': logits[:, a:b] for n, (a, b) in enumerate(itertools.pairwise(borders))}
+        assert_as_close_to_float64(found, alone(torch.float32), alone(torch.float64), kind)
+
+
+def test_padding_that_would_count_as_text_is_refused():
+    config = SimpleNamespace(packing=False, block_size=64)
+    run = SimpleNamespace(config=config, pretrained=SimpleNamespace(turning_point=32, arch='phi3'))
+    run.train_data = SimpleNamespace(is_packed=True)
+    with pytest.raises(ValueError, match='^packing=False with block_size=64: phi3 .* 32 tokens: .*--block_size=32$'):
+        fill.refuse_padding_that_counts(run)
+    config.block_size = 32
+    fill.refuse_padding_that_counts(run)
 
 
 def test_a_self_test_that_fails_leaves_the_compiler_as_it_was():
