@@ -784,8 +784,9 @@ class Arguments(NamedTuple):
 
 def find_blocks(model):
     """The blocks of a transformers model, in order: the longest list of modules of the classes that _no_split_modules
-    names, or if there is none, of modules of a single class."""
-    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    names, or if there is none, of modules of a single class. Of a multimodal model, those that text goes through."""
+    text = model if model.config.get_text_config() is model.config else model.get_decoder()
+    lists = [[*module] for module in text.modules() if isinstance(module, nn.ModuleList) and len(module)]
     named = set(model._no_split_modules or ())
     found = [blocks for blocks in lists if all(type(block).__name__ in named for block in blocks)]
     found = found or [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
@@ -868,6 +869,10 @@ def cautions(model, pretrained):
             'experts are computed one after the other, more slowly than all at once: the sizes of their matrices are '
             "no multiples of 8, as torch's grouped_mm wants them"
         )
+    if others := lora.beside_text(model):
+        parts = dict.fromkeys(re.sub(r'^((?:model\.)?\w+).*', r'\1', name) for name in others)
+        numbers = sum(parameter.numel() for parameter in others.values())
+        lines.append(f'text does not reach {", ".join(parts)}: {numbers:,} parameters stay as they are in the folder')
     if pretrained.lora_rank and pretrained.lora_targets == 'all':
         adapted, others = 0, {}  # numbers in weights with LoRA, and {name in the block: numbers} of weights without
         for block in model.blocks:

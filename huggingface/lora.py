@@ -27,7 +27,7 @@ from system.limits import OverLimit, at_most
 
 def freeze(model, pretrained):
     """Add LoRA, and freeze what is not trained: with LoRA everything except LoRA and modules_to_save; also what
-    pretrained.freeze matches."""
+    pretrained.freeze matches, and what text does not reach."""
     if pretrained.lora_rank:
         model.requires_grad_(False)
         for module, name in weights_with_lora(model, pretrained.lora_targets):
@@ -58,11 +58,21 @@ def freeze(model, pretrained):
             raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter, as {min(parameters)}')
         for name in frozen:
             parameters[name].requires_grad_(False)
+    for parameter in beside_text(model).values():  # DDP would wait for their gradients, and weights would still decay
+        parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
     trained = (block for block in model.blocks if any(parameter.requires_grad for parameter in block.parameters()))
     for block in [*trained][:1]:
         block.register_forward_pre_hook(with_gradient)
+
+
+def beside_text(model):
+    """{name: parameter} of what a multimodal model has for images and sound, outside of its decoder and its head."""
+    if model.config.get_text_config() is model.config:
+        return {}
+    reached = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter not in reached}
 
 
 def names_of_base(model):

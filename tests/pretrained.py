@@ -69,6 +69,13 @@ OF_LENGTH = {
     'llama4_text': ('Llama4TextConfig', SIZES_OF_32 | EXPERTS | COLUMNS | {'intermediate_size_mlp': 48}),
     'gemma3n_text': ('Gemma3nTextConfig', SIZES_OF_32 | GEMMA3N),
 }
+# With a tower for images that text does not reach; it has more blocks than the text model.
+TEXT = SIZES | {'head_dim': 8, 'sliding_window': 8, 'max_position_embeddings': 192, 'vocab_size': VOCABULARY}
+IMAGES = {'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 4, 'num_attention_heads': 2}
+IMAGES |= {'image_size': 28, 'patch_size': 14}
+GEMMA3 = {'text_config': TEXT | {'initializer_range': 0.1}, 'vision_config': IMAGES, 'mm_tokens_per_image': 4}
+GEMMA3 |= {'image_token_index': 5, 'boi_token_index': 6, 'eoi_token_index': 7}
+MULTIMODAL = {'gemma3': ('Gemma3Config', GEMMA3)}
 # Their rows can be cut into blocks of 64 weights, as nf4 needs, and shards are still uneven on 3 ranks.
 SIZES_OF_64 = SIZES | {'hidden_size': 64, 'intermediate_size': 128}
 OF_64 = {
@@ -88,7 +95,7 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
     differ. Returns the folder."""
     import transformers
 
-    name, sizes = (MODELS | MORE_MODELS | HYBRID | OF_64 | OF_LENGTH)[kind]
+    name, sizes = (MODELS | MORE_MODELS | HYBRID | OF_64 | OF_LENGTH | MULTIMODAL)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
     sizes = {'vocab_size': VOCABULARY, 'initializer_range': 0.1} | special | sizes | changes
     config = getattr(transformers, name)(**sizes)

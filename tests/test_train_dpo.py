@@ -75,6 +75,7 @@ def folder(tmp_path_factory):
     save_model(folder / 'llama', 'llama', max_position_embeddings=BLOCK)
     save_model(folder / 'wide', 'llama_64', max_position_embeddings=BLOCK)  # nf4 has blocks of 64 weights
     rows = rows_of_pairs(90)
+    save_model(folder / 'images', 'gemma3')
     write_rows(folder / 'pairs.jsonl', [*rows, {'prompt': 'q', 'chosen': 'a', 'rejected': 'a'}])
     options = [f'--tokenizer={folder}/llama', '--val_fraction=0.2', '--num_proc=1']
     said = prepare(folder, '--pairs', f'--dataset={folder}/pairs.jsonl', '--name=pairs', *options).stdout
@@ -208,6 +209,7 @@ def plain_loop(folder, beta=0.1):
 
 
 LORA = ['--lora_rank=4', '--learning_rate=1e-2']
+IMAGES = ['--init_from=FOLDER/images']
 FSDP, MANUAL = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual']
 FOUR, NF4, BF16 = (
     ['--global_batch_size=4'],
@@ -238,6 +240,9 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'manual, two copies of two halves': (4, 'one, of four', [*MANUAL, *FOUR, '--replicate_size=2']),
     'nf4': (1, None, NF4),
     'fsdp, nf4': (2, 'nf4', [*FSDP, *NF4]),
+    'images': (1, None, IMAGES),
+    'ddp, images': (2, 'images', IMAGES),
+    'manual, images': (2, 'images', [*MANUAL, *IMAGES]),
     'bf16': (1, None, BF16),
     'fsdp, bf16': (2, 'bf16', [*FSDP, *BF16]),
 }

@@ -61,6 +61,7 @@ def folder(tmp_path_factory):
     """A tiny Llama, whose answers are noise, and prompts.jsonl, where about a third of such answers is right."""
     folder = tmp_path_factory.mktemp('grpo')
     save_model(folder / 'llama', 'llama_64', max_position_embeddings=64)
+    save_model(folder / 'images', 'gemma3')
     write_rows(folder / 'prompts.jsonl', rows_of_prompts())
     write_rows(folder / 'choices.jsonl', [{'context': 'a', 'choices': ['b', 'c'], 'gold': 0}])
     write_rows(folder / 'long.jsonl', [{'prompt': 'a' * BLOCK, **TASK}])
@@ -204,6 +205,7 @@ def plain_loop(folder, dtype, temperature=1.0, iterations=1, grpo=False, masked=
 
 ADAMW = ['--optimizer=adamw', '--learning_rate=1e-4']
 LORA = ['--lora_rank=4']
+IMAGES = ['--init_from=FOLDER/images']
 FSDP, STAGE_2 = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual', '--zero_stage=2']
 TWICE = ['--num_iterations=2', '--temperature=0.7', '--loss_type=grpo']
 MASKED = ['--mask_truncated=True', '--scale_rewards=group']
@@ -226,6 +228,9 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'fsdp, masked': (2, 'masked', [*FSDP, *MASKED]),
     'stage 1, recomputed': (2, 'one', [*STAGE_2, '--zero_stage=1', '--activation_checkpointing=full']),
     'adamw': (1, None, ADAMW),
+    'images': (1, None, IMAGES),
+    'ddp, images': (2, 'images', IMAGES),
+    'stage 2, images': (2, 'images', [*STAGE_2, *IMAGES]),
     'offloaded': (2, 'adamw', [*FSDP, *ADAMW, '--cpu_offload=optimizer']),
     'params on the host': (2, 'one', [*FSDP, '--cpu_offload=params']),
     'ddp 3': (3, 'one', []),
