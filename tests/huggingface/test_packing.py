@@ -129,11 +129,16 @@ def test_a_self_test_that_fails_leaves_the_compiler_as_it_was():
     class TooLarge(torch.nn.Module):
         compute_dtype = torch.float32
 
+        def get_output_embeddings(self):
+            return self
+
         def forward(self, x):
             raise torch.OutOfMemoryError('CUDA out of memory')
 
+    from transformers import LlamaConfig
+
     importlib.import_module('torch._dynamo')  # without which there is nothing to leave
     with pytest.raises(torch.OutOfMemoryError):
-        pretrained = SimpleNamespace(block_size=8, vocab_size=9)
+        pretrained = SimpleNamespace(block_size=8, vocab_size=9, config=LlamaConfig())
         finetune.self_test(TooLarge(), TooLarge(), pretrained, True, False, torch.device('cpu'))
     assert torch._dynamo.eval_frame._stance.stance == 'default'
