@@ -67,6 +67,7 @@ from model import GPT
 from runtime import begin, checkpoint
 from system import collectives, devices, errors, processes
 from system.files import sha256_of
+from text.control_tokens import plain
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 # --- PROCESSES --------------------------------------------------------------------------------------------------------
@@ -192,11 +193,12 @@ def write_samples(task, found):
     with open(os.path.join(config.samples, f'{task.name}.jsonl'), 'w', encoding='utf-8') as file:
         for item, item_results in zip(task.items, found, strict=True):
             if task.form == 'prompt':
-                row = {'prompt': item.pairs[0][0], 'answer': item.rule.answers, 'written': item_results}
+                row = {'prompt': plain(item.pairs[0][0]), 'answer': item.rule.answers, 'written': item_results}
                 row |= item.rule.judge(item_results)
             else:
                 nats, greedy = zip(*item_results, strict=True)
-                row = {'pairs': item.pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}
+                pairs = [(plain(context), answer) for context, answer in item.pairs]
+                row = {'pairs': pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}
             file.write(json.dumps(row) + '\n')
 
 

@@ -11,6 +11,7 @@ From a prompt to ids, and from the ids of an answer to text.
 """
 
 import contextlib
+import functools
 import json
 from typing import NamedTuple
 
@@ -121,8 +122,12 @@ class TransformersLanguage:
     def __init__(self, tokenizer, folder, named_ends=None, chat_template_kwargs=None, fold_system=False):
         self.fold_system = fold_system
         self.tokenizer, self.folder, self.has_template = tokenizer, folder, bool(tokenizer.chat_template)
-        self.template, self.kwargs = self.has_template and ChatTemplate(tokenizer), chat_template_kwargs or {}
+        self.kwargs = chat_template_kwargs or {}
         self.stop_tokens = ends_of_texts(tokenizer, folder, named_ends)
+
+    @functools.cached_property
+    def template(self):
+        return ChatTemplate(self.tokenizer)
 
     def prompt_of(self, text):
         tokenizer = self.tokenizer
@@ -136,34 +141,27 @@ class TransformersLanguage:
         return Prompt(tokens)
 
     def prompt_of_chat(self, conversation):
-        written = self.write(conversation, add_generation_prompt=True)
-        # The template has written all special tokens.
-        return Prompt(self.tokenizer.encode(written, add_special_tokens=False), is_chat=True)
+        return Prompt(self.template.controls.encode(self.write(conversation)), is_chat=True)
 
-    def write(self, conversation, add_generation_prompt=False):
-        """The text that the chat template makes of a conversation. If it refuses system messages, or if the model has
+    def write(self, conversation):
+        """ChatTemplate.ask() of a conversation. If the template refuses system messages, or if the model has
         learned them so, they become part of the user's, as prepare_data.py --fold_system does it. Raises ValueError if
         the template refuses that, too."""
         options = self.kwargs | conversation.get('chat_template_kwargs', {}) | {'tools': conversation.get('tools')}
         folded = fold_system_messages(conversation['messages'])
         messages = folded if self.fold_system else conversation['messages']
-        messages = [self.template.form_of(message) for message in messages]
         try:
-            written = self.template.write(messages, options, add_generation_prompt)
-            self.template.check_tools(messages, options)
-            return written
+            return self.template.ask(messages, options)
         except Exception as error:  # a template may raise anything
             if folded != conversation['messages'] and not self.fold_system:
-                return self.write({**conversation, 'messages': folded}, add_generation_prompt)
+                return self.write({**conversation, 'messages': folded})
             raise ValueError(f'the chat template in {self.folder} refuses: {one_line(error)}') from error
 
     def end_of_answer(self):
-        """[the token that the template writes behind an answer], if it is a special one. It has to be found in this way
-        for models that were given a template later: their folder names only the token that ends a text."""
-        messages = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
-        behind = self.write({'messages': messages}).partition('Answer')[2].strip()
-        following = self.tokenizer.encode(behind, add_special_tokens=False)[:1]
-        return [token for token in following if self.tokenizer.added_tokens_decoder.get(token)]
+        """[the token that the template writes behind an answer], if it is a control token. It has to be found in this
+        way for models that were given a template later: their folder names only the token that ends a text."""
+        _, token = self.template.end_of_answer(self.kwargs)
+        return [] if token is None else [token]
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=True)

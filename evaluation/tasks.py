@@ -81,6 +81,7 @@ class Task(NamedTuple):
     items: list  # of Item
     num_fewshot: int
     protocol: str  # 'harness' or 'core'
+    is_chat: bool = False  # the contexts are what a chat template has written
 
 
 class Request(NamedTuple):
@@ -130,7 +131,7 @@ def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None)
     written = [with_examples(item, shown, chat) for item, shown in zip(items, examples, strict=True)]
     for item, pairs in zip(items, written, strict=True):  # only now, since items may be examples of others
         item.pairs = pairs
-    return Task(path.stem, items[0].form, items, num_fewshot, protocol)
+    return Task(path.stem, items[0].form, items, num_fewshot, protocol, bool(chat))
 
 
 def read_items(path):
@@ -342,6 +343,11 @@ class TransformersEncoder:
         self.spelled = tokenizer.decode([self.prefix])
         self.ends_texts = tokenizer('a').input_ids[-1:] == [tokenizer.eos_token_id]
 
+    def encode_chats(self, texts):
+        """[ids of each text that chat() has written, perhaps with an answer behind it]. The template has written all
+        special tokens, as in training."""
+        return [self.template.controls.encode(text) for text in texts]
+
     def encode(self, texts, special=True):
         """[ids of each text]. special=False: without added tokens. A text that spells BOS gets none, either."""
         tokens = [None] * len(texts)
@@ -365,18 +371,15 @@ class TransformersEncoder:
         return ChatTemplate(self.tokenizer)
 
     def chat(self, messages, of_chat):
-        """The text that the chat template makes of the messages, for the model to answer. of_chat: of an Item. If the
-        template refuses a system message, that is left out, as in the harness. Raises ValueError if there is no
-        template, or if it still refuses."""
+        """ChatTemplate.ask() of the messages. of_chat: of an Item. If the template refuses a system message, that is
+        left out, as in the harness. Raises ValueError if there is no template, or if it still refuses."""
         if not self.tokenizer.chat_template:
             given = f'apply_chat_template=True: the tokenizer in {self.tokenizer.name_or_path} has no chat template'
             raise ValueError(f'{given}: leave it out')
         options = self.kwargs | of_chat.get('chat_template_kwargs', {}) | {'tools': of_chat.get('tools')}
         messages = fold_system_messages(messages) if self.fold_system else messages
         try:
-            written = self.template.write(messages, options, add_generation_prompt=True)
-            self.template.check_tools(messages, options)
-            return written
+            return self.template.ask(messages, options)
         except Exception as error:  # a template may raise anything
             if messages[0]['role'] == 'system':
                 return self.chat(messages[1:], of_chat)
@@ -397,9 +400,10 @@ def requests_of(task, encoder, window):
         return [rolling(document, encoder.prefix, window) for document in documents]
     if task.form == 'prompt':
         return prompts_of(task, encoder, window)
+    encode = encoder.encode_chats if task.is_chat else encoder.encode
     pairs = [with_spaces_behind(*pair) for item in task.items for pair in item.pairs]
     plain = list(dict.fromkeys(text for context, answer in pairs if context for text in (context, context + answer)))
-    tokens = dict(zip(plain, encoder.encode(plain), strict=True))
+    tokens = dict(zip(plain, encode(plain), strict=True))
     alone = list(dict.fromkeys(answer for context, answer in pairs if not context))
     tokens_alone = dict(zip(alone, encoder.encode(alone, special=False), strict=True))
     requests, left = [], iter(pairs)
@@ -420,8 +424,8 @@ def requests_of(task, encoder, window):
 def prompts_of(task, encoder, window):
     """[[Prompt] of each item]. Raises ValueError for a prompt that leaves no room for its answer. (The harness cuts off
     its beginning, which makes it another prompt.)"""
-    prompts = []
-    for item, tokens in zip(task.items, encoder.encode([item.pairs[0][0] for item in task.items]), strict=True):
+    prompts, encode = [], encoder.encode_chats if task.is_chat else encoder.encode
+    for item, tokens in zip(task.items, encode([item.pairs[0][0] for item in task.items]), strict=True):
         if len(tokens) + item.max_new_tokens > window:
             given = f'{item.place}: the prompt has {len(tokens):,} tokens and its answer up to {item.max_new_tokens:,}'
             advice = 'lower num_fewshot or max_new_tokens, or raise --block_size as far as the model has positions'

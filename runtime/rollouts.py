@@ -30,6 +30,7 @@ from layout import counted
 from model import generator_of
 from runtime.log import cut_rows
 from system import collectives
+from text.control_tokens import plain
 
 FILE = 'rollouts.jsonl'  # in out_dir
 
@@ -260,7 +261,7 @@ class Record:
                 'more, or see in rollouts.jsonl why they do not end',
             )
         if self.run.rank == 0:
-            prompt = self.run.train_data.items[groups[0][0].prompt].pairs[0][0]
+            prompt = plain(self.run.train_data.items[groups[0][0].prompt].pairs[0][0])
             answers = [{'text': answer.text, 'reward': answer.reward} for answer in groups[0]]
             try:
                 with open(self.path, 'a', encoding='utf-8') as file:

@@ -34,10 +34,15 @@ def messages_of(turns):
     return [{'role': role, 'content': content} for role, content in turns]
 
 
-def make_tokenizer(folder, template=None, eos='<|im_end|>', bos='<s>', trim_offsets=True):
-    """Save a byte-level BPE with special tokens and a chat template, as transformers does. Returns the folder."""
+# Tests rely on what a tokenizer learns of it: ' the' is one token, ' d' and '\n  ' are not.
+PLAIN_TEXT = 'the user asks the assistant, and the system is there\n'
+
+
+def make_tokenizer(folder, template=None, eos='<|im_end|>', bos='<s>', trim_offsets=True, text=PLAIN_TEXT):
+    """Save a byte-level BPE with special tokens and a chat template, as transformers does. Returns the folder. text:
+    what its words are learned from; of another text they may also cross spaces and line ends."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=text == PLAIN_TEXT)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)  # as GPT-2's and Llama 3's do
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -46,8 +51,7 @@ def make_tokenizer(folder, template=None, eos='<|im_end|>', bos='<s>', trim_offs
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Tests rely on what it learns: ' the' is one token, ' d' and '\n  ' are not.
-    tokenizer.train_from_iterator(['the user asks the assistant, and the system is there\n'] * 20, trainer)
+    tokenizer.train_from_iterator([text] * 20, trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, bos_token=bos)
     fast.chat_template = template
     fast.save_pretrained(folder)

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from chats import messages_of, write_rows
+from fuzzing.cases import small_tokenizer
 from launch import fork_script, function_of, refusals, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
 from post_training import (
@@ -28,16 +30,18 @@ from precision import FLOOR_IN_HALF, TIMES, apart, assert_as_close_to_float64, a
 from prepared import error_of, meta_of, prepare, tokens_of
 from pretrained import VOCABULARY, save_model
 from short import slow_but
+from tokenizers import Tokenizer
 
 import data
 import logprobs
 from dataset.shards import FIRST, LEARNED
+from evaluation.prompts import TransformersLanguage
 from huggingface import finetune
 from logprobs import document_logps, token_logps
 from model import LogitsOf
 from text.chat_rows import pair_of
-from text.conversations import with_one_prompt
-from text.tokenizer import tokenizer_of
+from text.conversations import TextEncoder, with_one_prompt
+from text.tokenizer import FileTokenizer, tokenizer_of
 
 SEED, BLOCK, STEPS = 1337, 192, 4
 RUN = [
@@ -483,6 +487,10 @@ ROWS = {
 }
 
 
+OF_TEXTS = ('texts', 'instruction and input', 'answers that are JSON')  # which need no chat template
+OF_TEXTS += tuple(name for name in ROWS if name.startswith(('system, input', 'another last step')))
+
+
 @pytest.mark.parametrize('name', ROWS)
 def test_rows_that_people_have(name):
     row, expected = ROWS[name]
@@ -493,6 +501,34 @@ def test_rows_that_people_have(name):
     prompt, *answers = expected
     for which, answer in zip(('chosen', 'rejected'), answers, strict=True):
         assert pair[which]['messages'] == [*prompt, {'role': 'assistant', 'content': answer}]
+
+
+@pytest.mark.parametrize('name', ROWS)
+def test_without_a_chat_template_pairs_of_messages_are_refused(name):
+    """Also those of one message of the user, which look like texts once they are read."""
+    row, _ = ROWS[name]
+    if name in OF_TEXTS:
+        assert pair_of(row, as_text=True) == pair_of(row)
+    else:
+        with pytest.raises(ValueError, match='only a chat template can write: give the --tokenizer of a chat model'):
+            pair_of(row, as_text=True)
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'llama2', 'unigram'])
+def test_texts_are_learned_behind_the_ids_with_which_a_prompt_asks(kind, tmp_path):
+    """The whole text may have one token for the space that ends the prompt and the answer, and some tokenizers put a
+    space before each text."""
+    tokenizer = Tokenizer.from_str(small_tokenizer(kind))
+    tokenizer.add_special_tokens(['<s>', '</s>'])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token='<s>', eos_token='</s>')
+    fast.save_pretrained(tmp_path)
+    files, language = FileTokenizer(tmp_path / 'tokenizer.json', '</s>'), TransformersLanguage(fast, tmp_path)
+    for prompt in ('the user:', 'the user: ', 'the us', 'the'):
+        row = {'prompt': prompt, 'chosen': 'asks', 'rejected': ' the system'}
+        examples = TextEncoder(files).pair(pair_of(row, as_text=True))
+        for (ids, flags, _), answer in zip(examples, ('asks', ' the system'), strict=True):
+            assert ids[: (flags & LEARNED).argmax()].tolist() == language.prompt_of(prompt).ids
+            assert files.decode(ids).replace(' </s>', '</s>') == f'{prompt}{answer}</s>'.replace(' </s>', '</s>')
 
 
 @pytest.mark.parametrize(
@@ -551,7 +587,7 @@ def test_good_and_bad_answers_with_a_label_are_joined_to_pairs_of_one_prompt(tmp
     prompts, dataset = {}, tmp_path / 'data' / 'kto'
     for split in ('train', 'val'):
         text = tokenizer_of(dataset).decode(tokens_of(dataset, split))
-        found = re.findall(r'>(\d+)\?(good|bad) (\d)<', text)
+        found = re.findall(r'(?:^|>)(\d+)\?(good|bad) (\d)(?=<)', text)
         chosen, rejected = found[::2], found[1::2]
         assert [row[0] for row in chosen] == [row[0] for row in rejected]
         assert {row[1] for row in chosen} == {'good'} and {row[1] for row in rejected} == {'bad'}
@@ -578,7 +614,7 @@ def test_pairs_of_a_tokenizer_without_a_template(folder):
     assert 'use --pairs' in error_of(folder, '--chat_fields=chosen,rejected', *options, '--name=sums')
     said = prepare(folder, '--pairs', *options, '--name=sums').stdout
     assert 'next: python train_dpo.py --init_from=OUT_DIR --dataset=sums' in said  # with the run's own block_size
-    assert '<|endoftext|>0+1=【1\n<|endoftext|>】' in said and 'different prompts, or to none, left out (1)' in said
+    assert '\n0+1=【1\n<|endoftext|>】' in said and 'only a chat template can write' in said and 'left out (1)' in said
     keys = {'dataset': 'sums', 'data_dir': f'{folder}/data', 'dataset_stages': (), 'block_size': 32}
     mixture = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream'}, 'train')
     (source,) = mixture.sources

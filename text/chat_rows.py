@@ -70,6 +70,10 @@ ONE_ANSWER = (
     'rows with a label are single answers: join a good and a bad one to the same prompt to a row of prompt, chosen and '
     'rejected'
 )
+NO_TEMPLATE = (
+    'rows that are conversations, which only a chat template can write: give the --tokenizer of a chat model; without '
+    'one, a pair is a text with two texts that go on from it'
+)
 PARTS_OF_TREES = (
     'rows that are single messages of trees (parent_id, role, text): join each path of a tree to one row of messages, '
     'or --chat=False learns each message as a text'
@@ -203,7 +207,7 @@ def _in_one_form(messages, row):
     return conversation
 
 
-def pair_of(row):
+def pair_of(row, as_text=False):
     """
     A row with a chosen and a rejected answer to the same prompt, as the JSON text of {'chosen': conversation,
     'rejected': conversation}. Both are as from conversation_of(); in each only the messages in which they differ are
@@ -212,6 +216,9 @@ def pair_of(row):
     Either chosen and rejected are whole conversations, lists or transcripts ("\n\nHuman: ...\n\nAssistant: ..."), and
     what both begin with is the prompt, whatever the row's other fields are; or they are answers, texts or messages, to
     what stands in ASKED or in one of LISTS. Raises ValueError with the reason if the row is no such pair.
+
+    as_text: there is no chat template that could write messages, so that the row has to hold three texts: a question
+    and two answers that go on from it, as a message of the user and two of the assistant.
     """
     row = Row(row)
     if missing := [name for name in PREFERENCES if name not in row]:
@@ -226,6 +233,12 @@ def pair_of(row):
     prompt = []
     if all(_role_of(messages[0], ROLES | SUPPORT) == 'assistant' for messages in answers if messages):
         prompt = _prompt_beside(row)
+    if as_text:
+        said = [[{'role': 'assistant', 'content': row[name]}] for name in PREFERENCES]
+        question = next((row[name] for name in (*ASKED, *LISTS) if name in row), None)
+        is_text = isinstance(question, str) and not (_as_messages(question) or _in_transcript(question))
+        if answers != said or not is_text or len(prompt) != 1 or any(row.get(name) for name in BESIDE_MESSAGES[:-1]):
+            raise ValueError(NO_TEMPLATE)
     chosen, rejected = (_in_one_form([*prompt, *messages], row) for messages in answers)
     both = list(zip(chosen['messages'], rejected['messages'], strict=False))
     common = next((number for number, pair in enumerate(both) if _differ(*pair)), len(both))

@@ -7,9 +7,9 @@ Conversations as training examples: written by the tokenizer's own chat template
     marked_text(ids, flags, decode, '[', ']')           # for people to read
 
 The learned part of an assistant's message is what the template adds to the prompt that it writes for generation,
-because exactly that prompt is in front of the model when it has to answer. The end-of-turn token is learned as well, or
-the model would never stop. So is an empty <think> block, if the template begins an answer with one that is not in its
-prompt.
+because exactly that prompt is in front of the model when it has to answer: the ids before each answer are those of its
+prompt. The end-of-turn token is learned as well, or the model would never stop. So is an empty <think> block, if the
+template begins an answer with one that is not in its prompt.
 
 A template may silently drop what it does not know: a role, a tool call, a thought. Therefore each message is searched
 for in the text that the template has written, and each answer in the learned part of it. But a thought `4` is also
@@ -17,17 +17,19 @@ found in the answer `It is 4.` Therefore the template also writes a twin of the 
 word that occurs nowhere else, and each has to be found there, too. A conversation of which something is missing is
 refused.
 
-Only the template writes control tokens. A message that spells one, such as <|im_end|>, gets the tokens of its letters,
-so that it cannot end its turn.
+Only the template writes control tokens, see control_tokens.py. A message that spells one, such as <|im_end|>, gets the
+tokens of its letters, so that it cannot end its turn.
 """
 
 import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,10 +37,7 @@ from dataset.shards import AS_END, FIRST, LEARNED, read_meta
 from system.errors import one_line
 from system.files import bare_name, check_form, read_json, refuse_link_out
 from text.chat_rows import INSTRUCTIONS, SAID, THINK_TAG, THOUGHTS, is_learned
-
-# Put between the letters of a control token that a message spells, so that the tokenizer does not take it for one; the
-# tokenizer's normalizer removes it again. Unicode's noncharacters are meant for such uses: no text has them.
-MARK = '\ufdd0'
+from text.control_tokens import MARK, ControlTokens, ControlTokensOfPython, plain
 
 TWIN_WORD = re.compile(r'part\d+part')  # of twin_of(): without spaces or signs, so that no form of writing changes it
 
@@ -169,9 +168,12 @@ def templates_of_data(data_folders, model_folder):
 
 class ChatTemplate:
     """The chat template of a tokenizer of transformers, which writes conversations of chat_rows.conversation_of() and
-    question_of(): the same for training, for sample.py and for evaluate.py."""
+    question_of(), and the tokens of what it writes: the same for training, for sample.py, evaluate.py and
+    train_grpo.py."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, eot=None):
+        """eot: the id of the end-of-text token; None = as the tokenizer says. Raises any error for a template that
+        cannot be read, and ValueError as ControlTokens does."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Not the method apply_chat_template() around this function, which drops the nulls that some templates ask for.
@@ -185,6 +187,17 @@ class ChatTemplate:
         # Some templates want null as the content of a message that is only a tool call. Others would write 'None'.
         asks_for_null = re.search(r'\bcontent\W*(is|==|!=)\s+(not\s+)?none\b', template, re.IGNORECASE)
         self.no_content = None if asks_for_null else ''
+        eot, around_words = tokenizer.eos_token_id if eot is None else eot, self._around_words()
+
+        def is_control(token):
+            # Turns may also begin and end with tokens that were added without the flag `special`.
+            delimits = re.search(r'[^\w\s]', token['content']) and token['content'] in around_words
+            return token['special'] or token['id'] == eot or (delimits and not THINK_TAG.fullmatch(token['content']))
+
+        if backend := getattr(tokenizer, 'backend_tokenizer', None):
+            self.controls = ControlTokens(json.loads(backend.to_str()), is_control)
+        else:
+            self.controls = ControlTokensOfPython(tokenizer)
         # DeepSeek's template joins the arguments to other text with +, so there they must be text.
         self.arguments_as_text = not self._writes_a_call({}) and self._writes_a_call('{}')
 
@@ -205,17 +218,52 @@ class ChatTemplate:
         return message
 
     def write(self, messages, options, add_generation_prompt=False):
-        """The text of messages in the form of form_of(). options: the variables of the template, and `tools`. A
-        template may raise any error."""
+        """The text of messages in the form of form_of(), with MARK before each control token that the template writes.
+        options: the variables of the template, and `tools`. A template may raise any error."""
+        # Think tags of an assistant's message stay what they are, since templates look for them.
+        kept = {'assistant': THINK_TAG}
+        messages = [self.controls.spelled_out(message, kept.get(message['role'])) for message in messages]
+        return self.controls.written(self._render(messages, self.controls.spelled_out(options), add_generation_prompt))
+
+    def _render(self, messages, options, add_generation_prompt):
         options = {'date_string': DATE, **options, 'add_generation_prompt': add_generation_prompt}
         template = self.tokenizer.get_chat_template(None, options.get('tools'))
         options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
         return self.jinja([messages], **{**self.tokenizer.special_tokens_map, **options})[0][0]
 
-    def check_tools(self, messages, options):
-        """Raise ValueError unless the template writes each of the tools, which a message may name as well."""
-        if tools := twin_of_tools(options.get('tools')):
-            _check_tools(self.write(messages, {**options, 'tools': tools}, add_generation_prompt=True), tools)
+    def _around_words(self):
+        """What the template writes around two plain messages; '' if it refuses them."""
+        messages = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
+        try:
+            return self._render(messages, {}, True)
+        except Exception:  # a template may raise any error
+            return ''
+
+    def ask(self, messages, options):
+        """write() of messages for the model to answer. Raises ValueError unless the template writes each of the tools,
+        which a message may name as well; or if it makes a control token of a text."""
+        forms, tools = [self.form_of(message) for message in messages], twin_of_tools(options.get('tools'))
+        text = self.write(forms, options, add_generation_prompt=True)
+        if tools:
+            _check_tools(self.write(forms, {**options, 'tools': tools}, add_generation_prompt=True), tools)
+        twin = [self.form_of(message) for message in twin_of(messages)]
+        try:
+            words = self.write(twin, {**options, 'tools': tools}, add_generation_prompt=True)
+        except Exception:  # it may refuse such words
+            return text
+        _refuse_more_controls(text, words.count(MARK))
+        return text
+
+    def end_of_answer(self, options):
+        """(what the template writes behind an answer; the id with which that begins, if it is a control token's, else
+        None). The text is '' if it refuses a plain question and answer."""
+        messages = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
+        try:
+            end = self.write(messages, options).rpartition('Answer')[2].strip()
+        except Exception:  # it may take others
+            return '', None
+        ids = self.controls.encode(end)
+        return plain(end), ids[0] if ids and ids[0] in self.controls.ids else None
 
     def _writes_a_call(self, arguments):
         """Whether the template accepts a tool call with these arguments."""
@@ -229,40 +277,35 @@ class ChatTemplate:
         return True
 
 
+class Answer(NamedTuple):
+    """A message that is learned, in a conversation up to its end."""
+
+    text: str
+    start: int  # of the message in the text
+    ids: list
+    n_asked: int  # ids before those of the message
+    ends: bool  # with a control token
+
+
 class ChatEncoder:
     """The chat template and the tokenizer of a Hugging Face folder. eot: the id of its end-of-text token."""
 
     def __init__(self, folder, eot):
         import transformers
-        from tokenizers import Tokenizer, normalizers, processors
 
-        self.tokenizer = Tokenizer.from_file(str(Path(folder) / 'tokenizer.json'))
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        # Replaces the file's own, which adds special tokens (here the template writes them) and may trim spaces off the
-        # offsets.
-        self.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-        # The normalizer runs after the search for special tokens, which therefore does not find those with marks.
-        steps = [normalizers.Replace(MARK, ''), self.tokenizer.normalizer]
-        self.tokenizer.normalizer = normalizers.Sequence([step for step in steps if step is not None])
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        special = {number: token.content for number, token in added if token.special or number == eot}
-        self.special_ids, self.special_tokens = list(special), tuple(special.values())
-        # Think tags that a message spells stay what they are, since templates look for them.
-        controls = [token for token in self.special_tokens if not THINK_TAG.fullmatch(token)]
-        self.spelled = re.compile('|'.join(map(re.escape, controls)) or '(?!)')
-        self.eot, self.eot_text = eot, self.tokenizer.id_to_token(eot) or ''
+        self.eot = eot
         self._lost_in = functools.lru_cache(maxsize=200)(self._lost_in)  # conversations have few forms
         transformers.logging.set_verbosity_error()  # else it warns that the folder names another class
         try:
             # Not AutoTokenizer, which imports torch: 190 MB per worker.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            self.template = ChatTemplate(tokenizer)
+            self.template = ChatTemplate(tokenizer, eot)
             self.template.write([{'role': 'user', 'content': 'x'}], {})
         except Exception as error:  # a template that refuses this message may take others
             is_broken = isinstance(error, ImportError) or type(error).__name__ == 'TemplateSyntaxError'  # no jinja2
             if is_broken or not hasattr(self, 'template'):
                 raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
+        self.controls = self.template.controls
 
     def examples(self, conversation, fold_system=False, train_on_input=False):
         """Yield the training examples, (ids, flags, text), of a conversation that conversation_of() returned.
@@ -272,16 +315,17 @@ class ChatEncoder:
         learns what the one before has not: from the words that follow its answer.
 
         ids: uint32 array. flags: uint8, one per token: FIRST at the beginning, LEARNED for the tokens of an answer.
-        A conversation is one example if the template writes each answer in the whole conversation in the same way as
-        when it came last. It may end the last one with end-of-text, as OLMo 3's does, and those before with another
-        token: there the flag AS_END says that end-of-text is the target. Otherwise there is one example per answer:
-        Qwen3's template, for instance, leaves out the thoughts of earlier answers. If the template writes no
-        end-of-turn token, there is also one example per answer, each with end-of-text after it.
+        The ids before an answer are those of the prompt with which the model is asked for it. A conversation is one
+        example if it begins with the ids of each answer as if that came last. It may end the last one with end-of-text,
+        as OLMo 3's does, and those before with another token: there the flag AS_END says that end-of-text is the
+        target. Otherwise there is one example per answer: Qwen3's template, for instance, leaves out the thoughts of
+        earlier answers. If the template writes no end-of-turn token, there is also one example per answer, each with
+        end-of-text after it.
         Raises ValueError with the reason if the template cannot write the conversation.
         """
-        if MARK in conversation:  # the normalizer would remove it
+        if MARK in conversation:  # written() would remove it
             raise ValueError('rows with the noncharacter U+FDD0, which marks other text here')
-        conversation = self._with_marks(json.loads(conversation))
+        conversation = json.loads(conversation)
         messages, tools = conversation['messages'], conversation.get('tools')
         if fold_system:
             messages = fold_system_messages(messages)
@@ -289,38 +333,47 @@ class ChatEncoder:
         twin = [{key: message[key] for key in message if key in self.template.words} for message in twin_of(messages)]
         messages = [self.template.form_of(message) for message in messages]
         options = {**conversation.get('chat_template_kwargs', {}), 'tools': tools}
-        answers = {
-            number: (self._answer if number and messages[number]['role'] == 'assistant' else self._words)(
-                messages[: number + 1], options
-            )
-            for number in learned
-        }
+        known, answers = {}, {}
+        for number in learned:
+            is_asked = number and messages[number]['role'] == 'assistant'
+            text, start = (self._answer if is_asked else self._words)(messages[: number + 1], options)
+            answers[number] = self._encode(text, start, is_asked, known)
         if train_on_input and learned[-1] < len(messages) - 1:  # the last message is no answer
             text = self._render(messages, options).rstrip()
-            answers[len(messages) - 1] = text, self._start_of(text, messages, -1, options), self._ends(text)
-        for number in answers:
-            if lost := self._lost_in(json.dumps([twin[: number + 1], {**options, 'tools': twin_of_tools(tools)}])):
+            answers[len(messages) - 1] = self._encode(text, self._start_of(text, messages, -1, options), False, known)
+        for number, answer in answers.items():
+            forms = json.dumps([twin[: number + 1], {**options, 'tools': twin_of_tools(tools)}])
+            lost, n_controls = self._lost_in(forms)
+            if lost:
                 raise ValueError(lost)
-        whole = list(answers.values())[-1][0]
-        everything = [(0, len(whole))] if train_on_input else None
-        if all(ends and whole.startswith(text) for text, _, ends in answers.values()):
-            spans = {number: (start, len(text)) for number, (text, start, _) in answers.items()}
-            _check_written(whole, spans, messages, tools)
-            yield self._encode(whole, everything or spans.values(), False)
-        elif example := self._with_other_ends(whole, answers, messages, tools, everything):
-            yield example
-        else:
-            before = -1  # the number of the answer before
-            for number, (text, start, ends) in answers.items():
-                span, shown = (start, len(text)), messages[: number + 1]
-                _check_written(text, {number: span}, shown, tools)
-                if train_on_input and number > before + 1:
-                    # A template that writes the system message before the user's last one does so in the prompt alone.
-                    forms = (shown, shown[:-1]) if before >= 0 else ()
-                    begin = max((self._start_of(text, form, before + 1, options) for form in forms), default=0)
-                    span = (min(begin, start), len(text))
-                yield self._encode(text, [span], not ends)
-                before = number
+            _refuse_more_controls(answer.text, n_controls)
+
+        ends = self._ends_in_one(list(answers.values()))
+        if ends is not None:
+            text, _, ids, *_ = answers[max(answers)]
+            _check_written(
+                text, {number: (one.start, len(one.text)) for number, one in answers.items()}, messages, tools
+            )
+            flags = np.zeros(len(ids), dtype=np.uint8)
+            for answer in answers.values():
+                flags[0 if train_on_input else answer.n_asked : len(answer.ids)] = LEARNED
+            flags[ends] |= AS_END
+            yield _example(ids, flags, text)
+            return
+        before = -1  # the number of the answer before
+        for number, (text, start, ids, begin, ends) in answers.items():
+            shown = messages[: number + 1]
+            _check_written(text, {number: (start, len(text))}, shown, tools)
+            if train_on_input and number > before + 1:
+                # A template that writes the system message before the user's last one does so in the prompt alone.
+                forms = (shown, shown[:-1]) if before >= 0 else ()
+                first = max((self._start_of(text, form, before + 1, options) for form in forms), default=0)
+                begin = min(begin, self._n_before(text[:first], ids, known))
+            ids = ids if ends else [*ids, self.eot]
+            flags = np.zeros(len(ids), dtype=np.uint8)
+            flags[begin:] = LEARNED
+            yield _example(ids, flags, text)
+            before = number
 
     def pair(self, pair, fold_system=False):
         """The two training examples, (ids, flags, text), of a pair that pair_of() returned. Raises ValueError with the
@@ -330,70 +383,61 @@ class ChatEncoder:
             raise ValueError('rows of which the chat template writes an answer in another way once others follow')
         return with_one_prompt([example for (example,) in found])
 
-    def _with_other_ends(self, whole, answers, messages, tools, everything):
-        """A whole conversation as one example, if its answers before the last differ from what they would be as the
-        last one in nothing but the token that ends them, which would be end-of-text; else None.
+    def _ends_in_one(self, answers):
+        """If a whole conversation, which is the last of the answers, can be an example for all of them, the places of
+        tokens in place of which end-of-text is the target: those that end an answer before the last one, where the
+        template writes end-of-text only behind that. Else None.
 
         Then the model has read the same before each of their tokens, so that its losses are those of an example for
-        each answer. That the tokens are the same is checked. everything: spans to learn in place of the answers'."""
-        spans, others = {}, []  # others: (where the end token begins in the whole, the answer's own tokens)
-        for number, (text, start, ends) in answers.items():
-            spans[number] = (start, len(text))
-            if ends and whole.startswith(text):
-                continue
-            body = text.removesuffix(self.eot_text)
-            end = next((token for token in self.special_tokens if whole.startswith(token, len(body))), None)
-            if end is None or body == text or not whole.startswith(body) or start >= len(body):
+        each answer."""
+        whole, places = answers[-1].ids, []
+        for _, _, ids, n_asked, ends in answers:
+            last = len(ids) - 1
+            if not ends or whole[:last] != ids[:last]:
                 return None
-            spans[number] = (start, len(body) + len(end))
-            others.append((len(body), self._encode(text, [(start, len(text))], False)[0]))
-        ids, flags, text = self._encode(whole, everything or spans.values(), False)
-        starts = np.array(self.tokenizer.encode(whole, add_special_tokens=False).offsets).reshape(-1, 2)[:, 0]
-        for begin, own in others:
-            at = len(own) - 1
-            if own[-1] != self.eot or starts[at] != begin or not np.array_equal(ids[:at], own[:-1]):
-                return None
-            flags[at] |= AS_END
-        _check_written(whole, spans, messages, tools)
-        return ids, flags, text
+            if whole[last] != ids[last]:
+                if ids[last] != self.eot or whole[last] not in self.controls.ids or last == n_asked:
+                    return None
+                places.append(last)
+        return places
 
     def _lost_in(self, twin):
-        """Why the template does not write all of a twin, JSON of [messages, options]; None if it does, or if it refuses
-        such words, since it did not refuse those of the conversation."""
+        """(why the template does not write all of a twin, JSON of [messages, options]; how many control tokens it
+        writes). The first is None if it does, or if it refuses such words, since it did not refuse those of the
+        conversation; then the second is infinite."""
         messages, options = json.loads(twin)
         messages = [self.template.form_of(message) for message in messages]
         last = len(messages) - 1
         try:
             if last and messages[last]['role'] == 'assistant':
-                text, start, _ = self._answer(messages, options)
+                text, start = self._answer(messages, options)
             else:
                 text, start = self._render(messages, options), 0
         except ValueError:
-            return None
+            return None, math.inf
         try:
             _check_written(text, {last: (start, len(text))}, messages, options['tools'])
         except ValueError as reason:
-            return str(reason)
-
-    def _with_marks(self, value):
-        """The value with MARK between the letters of each special token that its texts spell."""
-        if isinstance(value, str):
-            return self.spelled.sub(lambda found: MARK.join(found[0]), value)
-        if isinstance(value, dict):
-            return {key: self._with_marks(part) for key, part in value.items()}
-        return [self._with_marks(part) for part in value] if isinstance(value, list) else value
+            return str(reason), 0
+        return None, text.count(MARK)
 
     def _answer(self, messages, options):
-        """(text up to the end of the last message, where that message begins, whether an end-of-turn token ends it)."""
+        """(text up to the end of the last message, which begins with the prompt for it; how long that is)."""
         prompt, shown = self._render(messages[:-1], options, True), self._render(messages, options)
         if not shown.startswith(prompt):
             before = self._render(messages[:-1], options)
             if prompt.startswith(before) and shown.startswith(before):
-                # The prompt already opens the answer, for example with <think>, but this answer was given without it.
-                # Both may go on with the same letters, such as < if the answer is HTML; these belong to the answer.
-                content = (messages[-1]['content'] or '').strip()
-                begin = shown.find(content, len(before)) if content else -1
-                prompt = os.path.commonprefix([prompt, shown, shown[:begin] if begin >= 0 else shown])
+                # The prompt begins the answer, for example with <think> and a line feed, where this answer has only
+                # <think>. Then the model is asked behind the line feed, so that it has to learn the rest from there.
+                same = len(os.path.commonprefix([prompt, shown]))
+                if prompt[same:].strip():
+                    begin = prompt[len(before) :].rpartition(MARK)[2][-40:]
+                    raise ValueError(
+                        f'rows whose answer the chat template does not begin as its prompt, which ends with {begin!r}: '
+                        'it would not be learned where it is asked for; begin both alike in the template, or give rows '
+                        'the chat_template_kwargs with which it does'
+                    )
+                shown = prompt + shown[same:]
             else:
                 # The template writes the system message only before the user's last message, as Mistral 7B v0.3's does.
                 others = [message for message in messages if message['role'] not in INSTRUCTIONS]
@@ -402,26 +446,17 @@ class ChatEncoder:
                 if len(others) == len(messages) or not shown.startswith(short_prompt):
                     raise ValueError('rows whose answer the chat template does not write behind its prompt')
                 shown = prompt + shown[len(short_prompt) :]
-        text = prompt + shown[len(prompt) :].rstrip()
-        return text, len(prompt), self._ends(text) and len(text) > len(prompt)
+        return prompt + shown[len(prompt) :].rstrip(), len(prompt)
 
     def line_of_end(self):
         """A line that says that the template ends answers with letters, where they should be a token; else None."""
-        try:
-            messages = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
-            end = self.template.write(messages, {}).rpartition('Answer')[2].strip()
-        except Exception:  # a template that refuses this conversation may take others
-            return None
-        if not end or end.startswith(self.special_tokens):
+        end, token = self.template.end_of_answer({})
+        if not end or token is not None:
             return None
         return (
-            f'WARNING: {end[:30]!r}, by which the chat template ends an answer, is no special token of the tokenizer: '
-            "learned are its letters, and end-of-text behind them; the tokenizer's add_special_tokens() mends it"
+            f'WARNING: {end[:30]!r}, by which the chat template ends an answer, is no token of the tokenizer: learned '
+            "are its letters, and end-of-text behind them; the tokenizer's add_special_tokens() mends it"
         )
-
-    def _ends(self, text):
-        """Whether a token ends the last turn of a text."""
-        return text.endswith(self.special_tokens)
 
     def _start_of(self, text, messages, number, options):
         """Where the words of a message begin in the text that the template has written for these messages: where it
@@ -436,13 +471,14 @@ class ChatEncoder:
         from its words on, which have to stand at the end. If the template does not end them, end-of-text does: a model
         that is to write a user's message has to stop behind it, and one that is not is never asked what comes there."""
         text = self._render(messages, options).rstrip()
-        end = next((token for token in self.special_tokens if text.endswith(token)), '')
-        before_end, words = text.removesuffix(end).rstrip(), (messages[-1]['content'] or '').strip()
+        head, _, end = text.rpartition(MARK)
+        before_end, words = (head if end in self.controls.texts else text).rstrip(), messages[-1]['content'] or ''
+        words = words.strip()
         if not words or not before_end.endswith(words):
             raise ValueError(
                 f"rows whose {messages[-1]['role']}'s message has the weight 1, and the template ends otherwise"
             )
-        return text, len(before_end) - len(words), bool(end)
+        return text, len(before_end) - len(words)
 
     def _render(self, messages, options, add_generation_prompt=False):
         """The text that the template writes for these messages."""
@@ -453,22 +489,27 @@ class ChatEncoder:
             mend = '' if is_folded else '; --fold_system gives system messages to the user'
             raise ValueError(f'rows that the chat template refuses ({one_line(error, 100)}{mend})') from error
 
-    def _encode(self, text, spans, add_end):
-        """(ids, flags, text). Tokens that overlap a span are learned, except the prompt's last special token, which may
-        include the spaces after it (rstrip, as in Phi-3's <|assistant|>)."""
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.uint32)
-        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        flags = np.zeros(len(ids), dtype=np.uint8)
-        special = np.isin(ids, self.special_ids)
-        for start, end in spans:
-            flags[(ends > start) & (starts < end) & ~(special & (starts < start))] = LEARNED
-        if add_end:
-            ids, flags = np.append(ids, np.uint32(self.eot)), np.append(flags, np.uint8(LEARNED))
-        if not flags[1:].any():
-            raise ValueError('rows of which no token is learned')
-        flags[0] = FIRST  # what nothing stands before cannot be learned
-        return ids, flags, text.replace(MARK, '')
+    def _encode(self, text, start, is_asked, known):
+        """The Answer that begins at `start` in a text. is_asked: the model is asked for it behind what stands before;
+        else a token may cross the border, which is learned. known: as for ControlTokens.encode()."""
+        if is_asked:
+            ids, n_asked = self.controls.answered(text[:start], text, known)
+        else:
+            ids = self.controls.encode(text, known)
+            n_asked = self._n_before(text[:start], ids, known)
+        return Answer(text, start, ids, n_asked, len(ids) > n_asked and ids[-1] in self.controls.ids)
+
+    def _n_before(self, text, ids, known):
+        """How many ids of a longer text are those of this one, with which it begins."""
+        return len(os.path.commonprefix([self.controls.encode(text, known), ids]))
+
+
+def _example(ids, flags, text):
+    """(ids, flags, text) as arrays. flags: without FIRST."""
+    if not flags[1:].any():
+        raise ValueError('rows of which no token is learned')
+    flags[0] = FIRST  # what nothing stands before cannot be learned
+    return np.array(ids, dtype=np.uint32), flags, plain(text)
 
 
 class TextEncoder:
@@ -478,21 +519,19 @@ class TextEncoder:
         self.tokenizer = tokenizer
 
     def pair(self, pair, fold_system=False):
-        """As ChatEncoder.pair(): prompt and answer behind what begins a document, and end-of-text, which is learned."""
+        """As ChatEncoder.pair(), of pair_of(row, as_text=True): the prompt as sample.py asks with it, the answer, and
+        end-of-text, which is learned."""
         examples = []
         for part in json.loads(pair).values():
-            messages = part['messages']
-            if [message['role'] for message in messages] != ['user', 'assistant'] or part.get('tools'):
-                raise ValueError(
-                    'rows that are conversations, which only a chat template can write: give the --tokenizer of a chat '
-                    'model; without one, a pair is a text with two texts that go on from it'
-                )
-            prompt, answer = (self.tokenizer.encode(message['content']) for message in messages)
-            prompt = [*(self.tokenizer.bos or [self.tokenizer.eot]), *prompt]
-            ids = np.array([*prompt, *answer, self.tokenizer.eot], dtype=np.uint32)
+            prompt, answer = (message['content'] for message in part['messages'])
+            asked, whole = self.tokenizer.encode(prompt), self.tokenizer.encode(prompt + answer)
+            if whole[: len(asked)] != asked:  # a token of the whole text crosses the border
+                whole = [*asked, *self.tokenizer.encode_behind(answer)]
+            begin = [*self.tokenizer.bos] or [self.tokenizer.eot] * (not asked)
+            ids = [*begin, *whole, self.tokenizer.eot]
             flags = np.full(len(ids), LEARNED, dtype=np.uint8)
-            flags[: len(prompt)], flags[0] = 0, FIRST
-            examples.append((ids, flags, ''.join(message['content'] for message in messages)))
+            flags[: len(begin) + len(asked)] = 0
+            examples.append(_example(ids, flags, prompt + answer))
         return with_one_prompt(examples)
 
 
@@ -542,6 +581,14 @@ def _check_written(text, spans, messages, tools):
                 raise ValueError('rows with a tool call that the chat template does not write')
             position = max(position, *places)
     _check_tools(text, tools)
+
+
+def _refuse_more_controls(text, expected):
+    """Raise ValueError if a template has written more control tokens than with other words: it may have joined parts of
+    a message, or written them in small letters. There may be fewer, since some templates put them around texts, but not
+    around numbers."""
+    if text.count(MARK) > expected:
+        raise ValueError('rows with a text of which the chat template makes a control token')
 
 
 def _check_tools(text, tools):

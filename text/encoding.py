@@ -218,7 +218,9 @@ def _conversations(pieces, rules, notes):
     chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
     are_pairs = rules.chat_fields == PREFERENCES
     more = {} if are_pairs else {'train_on_input': rules.train_on_input}
-    as_conversation = pair_of if are_pairs else functools.partial(conversation_of, fields=rules.chat_fields, **more)
+    as_conversation = functools.partial(conversation_of, fields=rules.chat_fields, **more)
+    if are_pairs:
+        as_conversation = functools.partial(pair_of, as_text=isinstance(chat_encoder, TextEncoder))
     for piece in pieces:
         for document in documents_of(piece, None, notes, as_conversation):
             try:

@@ -16,6 +16,7 @@ and encoding adds neither bos nor eot.
 """
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ import numpy as np
 from dataset.shards import read_meta
 from system.errors import one_line
 from system.files import refuse_lfs_pointer, sha256_of, write_file
+from text.control_tokens import without_prefix
 from text.engine import SAMPLES, merges_of
 
 END_OF_TEXT = '<|endoftext|>'
@@ -49,6 +51,10 @@ class InBatches:
     """What tokenizers with encode_batch() have in common."""
 
     bos = ()
+
+    def encode_behind(self, text):
+        """The ids of a text that goes on from another one: without the space that some tokenizers put before a text."""
+        return self.encode(text)
 
     def encode_flat(self, texts):
         """(tokens of all texts, uint32; where the tokens of each text end, int64). texts: a list of bytes in UTF-8."""
@@ -129,6 +135,17 @@ class FileTokenizer(InBatches):
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_behind(self, text):
+        return self._behind.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _behind(self):
+        content = json.loads(self.tokenizer.to_str())
+        parts = {name: without_prefix(content[name]) for name in ('normalizer', 'pre_tokenizer')}
+        behind = type(self.tokenizer).from_str(json.dumps(content | parts))
+        behind.encode_special_tokens = True
+        return behind
 
     def encode_batch(self, texts):
         """A uint32 array per text."""

@@ -88,18 +88,22 @@ STAYS = tempfile.TemporaryDirectory(prefix='fuzz-')  # files that several cases 
 
 @functools.cache
 def small_tokenizer(kind):
-    """A small tokenizers.Tokenizer of one of six kinds, without special tokens, as JSON."""
+    """A small tokenizers.Tokenizer of one of seven kinds, without special tokens, as JSON. Words of 'lines' may cross
+    spaces and line ends."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     corpus = ['the user asks the assistant, and the system is there', 'time and tide wait for no one 12345 Größe'] * 9
     options = {'show_progress': False}
-    if kind in ('gpt2', 'llama3', 'nfc'):
+    if kind in ('gpt2', 'llama3', 'nfc', 'lines'):
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         if kind == 'llama3':
             words = pre_tokenizers.Split(Regex(LLAMA3_WORD), 'isolated')
             whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, whole])
+        if kind == 'lines':
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            corpus = ['\n\n\n', 'assistant\n\n', 'assistant: time', 'w1x and tide\n<think>\n\n</think>\n\n{"a": 1}'] * 9
         if kind == 'nfc':
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.decoder = decoders.ByteLevel()

@@ -14,18 +14,19 @@ from pathlib import Path
 import numpy as np
 
 from dataset.shards import AS_END, FIRST, LEARNED
+from evaluation.prompts import TransformersLanguage
 from fuzzing.cases import LIMIT, SPECIALS, STAYS, Words, Wrong, check, draw_text, small_tokenizer, some
 from fuzzing.templates import ASK_FOR_NULL, DATES, TEMPLATES
 from system.errors import one_line
 from text import chat_rows, conversations
 
-CHAT_TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2')
+CHAT_TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2', 'lines')
 
 
 class Template:
     """A chat template with a tokenizer: the folder, its ChatEncoder, and the plain reference."""
 
-    def __init__(self, name, kind):
+    def __init__(self, name, kind, normalized):
         import transformers
         from tokenizers import AddedToken, Tokenizer
 
@@ -34,11 +35,11 @@ class Template:
         source, end = TEMPLATES[name]
         tokenizer = Tokenizer.from_str(small_tokenizer(kind))
         strips = name == 'takes in spaces'
-        tokens = [AddedToken(token, special=True, normalized=False, rstrip=strips) for token in SPECIALS]
+        tokens = [AddedToken(token, special=True, normalized=normalized, rstrip=strips) for token in SPECIALS]
         tokenizer.add_special_tokens(tokens)
         tags = [AddedToken(tag, special=kind == 'nfc', normalized=False) for tag in ('<think>', '</think>')]
         tokenizer.add_tokens(tags) if kind in ('llama3', 'nfc') else None
-        folder = Path(STAYS.name, f'{name}-{kind}'.replace(' ', '_'))
+        folder = Path(STAYS.name, f'{name}-{kind}-{normalized}'.replace(' ', '_'))
         bos = '<|begin_of_text|>' if end == '<|eot_id|>' else '<bos>' if end == '<end_of_turn>' else '<s>'
         fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token=bos)
         fast.chat_template = source
@@ -52,6 +53,7 @@ class Template:
         for format, date in DATES.items():
             source = source.replace(f"strftime_now('{format}')", f"'{date}'")
         self.reference, self.source = fast, source
+        self.languages = [TransformersLanguage(fast, folder, fold_system=folds) for folds in (False, True)]
 
     def render(self, messages, options, add_generation_prompt=False):
         """What apply_chat_template makes of messages."""
@@ -66,8 +68,8 @@ class Template:
 
 
 @functools.cache
-def template_of(name, kind):
-    return Template(name, kind)
+def template_of(name, kind, normalized):
+    return Template(name, kind, normalized)
 
 
 # --- rows: drawing ----------------------------------------------------------------------------------------------------
@@ -333,18 +335,57 @@ def mutate(draw, value):
 # --- rows: comparing --------------------------------------------------------------------------------------------------
 
 
+def conversations_up_to_answers(messages):
+    """The messages, without their weights, up to each answer that is learned."""
+    plain = [{key: value for key, value in one.items() if key != 'weight'} for one in messages]
+    is_learned = [number and one['role'] == 'assistant' and one.get('weight', 1) for number, one in enumerate(messages)]
+    return [plain[: number + 1] for number, learned in enumerate(is_learned) if learned]
+
+
+def ids_of_prompts(template, messages, options):
+    """[the ids of the prompt that apply_chat_template() writes for each answer that is learned]."""
+    texts = [template.render(so_far[:-1], options, True) for so_far in conversations_up_to_answers(messages)]
+    if template.name == 'takes in spaces':
+        return [template.reference.encode(text, add_special_tokens=False) for text in texts]
+    return [encoded(template, text, [], False)[0] for text in texts]
+
+
+def check_prompts(template, examples, prompts, row):
+    """Check that before each answer stand the ids with which a model is asked for it."""
+    found = []
+    for ids, flags, _ in examples:
+        begins = np.flatnonzero(np.diff(flags & LEARNED, prepend=0) == 1)
+        found += [ids[:begin].tolist() for begin in begins]
+    check(found == prompts, 'other ids before an answer than those of its prompt', row, found, prompts)
+
+
+def check_asked(template, conversation, fold, prompts, row):
+    """Check that sample.py asks for the last answer with the ids of its prompt."""
+    conversation = json.loads(conversation)
+    messages = [{key: part for key, part in one.items() if key != 'weight'} for one in conversation['messages']]
+    asked = template.languages[fold].prompt_of_chat({**conversation, 'messages': messages[:-1]}).ids
+    check(asked == prompts[-1], 'other ids of a prompt', row, asked, prompts[-1])
+
+
+def n_controls(template, ids):
+    specials = {template.raw.token_to_id(token) for token in template.specials}
+    return sum(number in specials for number in ids)
+
+
 def expected_examples(template, messages, options):
     """[(text, [(start, end) of what is learned], whether end-of-text follows)] by a plain loop over what
-    apply_chat_template() gives. None if that does not begin with the prompt, when a plain loop cannot tell."""
+    apply_chat_template() gives. None if that, or its ids, do not begin with the prompt, when a plain loop cannot
+    tell."""
     answers = []
-    for number, message in enumerate(messages):
-        if message['role'] == 'assistant' and number and message.get('weight', 1):
-            so_far = [{key: value for key, value in one.items() if key != 'weight'} for one in messages[: number + 1]]
-            prompt, shown = template.render(so_far[:-1], options, True), template.render(so_far, options)
-            if not shown.startswith(prompt):
-                return None
-            text = prompt + shown[len(prompt) :].rstrip()
-            answers.append((text, len(prompt), text.endswith(template.specials) and len(text) > len(prompt)))
+    for so_far in conversations_up_to_answers(messages):
+        prompt, shown = template.render(so_far[:-1], options, True), template.render(so_far, options)
+        if not shown.startswith(prompt):
+            return None
+        text = prompt + shown[len(prompt) :].rstrip()
+        asked, whole = encoded(template, prompt, [], False)[0], encoded(template, text, [], False)[0]
+        if whole[: len(asked)] != asked:
+            return None
+        answers.append((text, len(prompt), text.endswith(template.specials) and len(text) > len(prompt)))
     whole = answers[-1][0]
     if all(ends and whole.startswith(text) for text, _, ends in answers):
         return [(whole, [(start, len(text)) for text, start, _ in answers], False)]
@@ -391,7 +432,9 @@ def learned_text(template, ids, flags):
 
 def check_row(draw, folder):
     """Check a case: a row of instruction data under a chat template."""
-    template = template_of(draw.choice(list(TEMPLATES)), draw.choice(CHAT_TOKENIZERS))
+    kind = draw.choice(CHAT_TOKENIZERS)
+    normalized = some(draw, 0.3) and kind not in ('nfc', 'llama2')  # whose normalizers make other tokens of these
+    template = template_of(draw.choice(list(TEMPLATES)), kind, normalized)
     form = draw.choices(list(FORMS), list(FORMS.values()))[0]
     messages, tools = draw_messages(draw, Words(), draw.choice([1, 1, 2, 3]), form not in NO_TOOLS and some(draw, 0.2))
     row = form(draw, messages, tools)
@@ -430,14 +473,35 @@ def check_row(draw, folder):
     check_words(messages, tools, learned, examples, row)
     words = [disguise(in_the_templates_words(template, message)) for message in messages]
     try:
+        prompts = ids_of_prompts(template, words, {**options, 'tools': tools or None})
         expected = expected_examples(template, words, {**options, 'tools': tools or None})
     except Exception as error:
         raise Wrong(f'learned what apply_chat_template refuses: {one_line(error)} | {row!r}'[:LIMIT]) from error
-    if expected is None or (template.name == 'cuts off' and words != messages):
+    if template.name == 'cuts off' and words != messages:
+        return
+    if template.name != 'takes in spaces' or not any(
+        letter in json.dumps(words, ensure_ascii=False) for letter in PRIVATE
+    ):
+        check_prompts(template, examples, prompts, row)
+        check_asked(template, conversation, fold, prompts, row)
+    for ids, _, text in examples:
+        if template.kind in ('gpt2', 'llama3', 'lines') and template.name != 'takes in spaces':
+            decoded = template.raw.decode(ids.tolist(), skip_special_tokens=False)
+            check(
+                decoded in (text, text + template.raw.id_to_token(template.eot)),
+                'other text of the ids',
+                row,
+                decoded,
+                text,
+            )
+    if expected is None:
         return
     if any((flags & AS_END).any() for _, flags, _ in examples):
         check_one_for_all(template, *examples[0][:2], expected, row)
         return
+    for (ids, _, _), (text, _, adds_end) in zip(examples, expected, strict=False):
+        own = n_controls(template, encoded(template, text, [], adds_end)[0])
+        check(n_controls(template, ids.tolist()) == own, 'a text became a control token', row, ids.tolist())
     found, theirs = [text for _, _, text in examples], [undisguise(text) for text, _, _ in expected]
     check(found == theirs, 'other text', row, found, theirs)
     for (ids, flags, _), example in zip(examples, expected, strict=True):

@@ -6,12 +6,14 @@ The reference is AutoTokenizer, and tokenizer.json alone if that fails.
 
 import json
 
+from dataset.shards import LEARNED
+from evaluation.prompts import TransformersLanguage
 from fuzzing.cases import NOT_JSON, Words, check, draw_text, small_tokenizer, some
 from fuzzing.templates import TEMPLATES
 from text import chat_rows, conversations, encoding
 from text import tokenizer as tokenizing
 
-TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2', 'unigram', 'wordpiece')
+TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2', 'unigram', 'wordpiece', 'lines')
 CLASSES = ['PreTrainedTokenizerFast', 'TokenizersBackend', 'GPT2Tokenizer', 'GPT2TokenizerFast', 'LlamaTokenizer']
 CLASSES += ['LlamaTokenizerFast', 'Qwen2Tokenizer', 'GemmaTokenizer', 'BertTokenizer', 'CodeLlamaTokenizer', 'Unknown']
 
@@ -146,18 +148,30 @@ def check_tokenizer(draw, folder):
 
 def check_chat_of_tokenizer(draw, folder, ours, theirs):
     encoder = conversations.ChatEncoder(str(folder), ours.eot)
-    messages = [
-        {'role': 'user', 'content': 'time w1x'},
-        {'role': 'assistant', 'content': draw.choice(['w2x', ' w2x\n"so"'])},
-    ]
-    try:
-        examples = list(encoder.examples(chat_rows.conversation_of({'messages': messages})))
-    except ValueError:
-        return  # a template may refuse this conversation, in one line
-    if theirs is None:
-        return
-    expected = theirs.apply_chat_template(messages, tokenize=False).rstrip()
-    check(examples[-1][2] == expected, 'another chat', examples[-1][2], expected)
-    expected = theirs.encode(expected, add_special_tokens=False)
-    ids = examples[-1][0].tolist()
-    check(ids in (expected, [*expected, ours.eot]), 'other ids of a chat', expected, ids)
+    added = ours.tokenizer.get_added_tokens_decoder() if theirs is None else theirs.added_tokens_decoder
+    specials = {number for number, token in added.items() if token.special}
+    answer, counts = draw.choice(['w2x', ' w2x\n"so"', '\nw2x']), []
+    for spelled in ('w3x', draw.choice(['<|im_end|>', '<|im_start|>', '<s>', '</s>', '<|endoftext|>'])):
+        messages = [
+            {'role': 'user', 'content': f'time {spelled} w1x'},
+            {'role': 'assistant', 'content': f'{answer} {spelled} w4x'},
+        ]
+        try:
+            examples = list(encoder.examples(chat_rows.conversation_of({'messages': messages})))
+            asked = theirs and TransformersLanguage(theirs, folder).prompt_of_chat({'messages': messages[:1]}).ids
+        except ValueError:
+            return  # a template may refuse this conversation, in one line
+        ids, flags, text = examples[-1]
+        n_asked, ids = int((flags & LEARNED).argmax()), ids.tolist()
+        counts.append([sum(number in specials for number in some) for some in (ids, asked or [])])
+        check(asked is None or ids[:n_asked] == asked, 'other ids before an answer', messages, ids[:n_asked], asked)
+        if theirs is None or spelled != 'w3x':
+            continue
+        prompt = theirs.apply_chat_template(messages[:1], add_generation_prompt=True)['input_ids']
+        check(asked == prompt, 'other ids of a prompt', messages, asked, prompt)
+        expected = theirs.apply_chat_template(messages, tokenize=False).rstrip()
+        check(text == expected, 'another chat', text, expected)
+        expected = theirs.encode(expected, add_special_tokens=False)
+        if expected[:n_asked] == prompt:
+            check(ids in (expected, [*expected, ours.eot]), 'other ids of a chat', expected, ids)
+    check(counts[0] == counts[1], 'a text became a control token', messages, counts)

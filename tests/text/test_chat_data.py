@@ -1,11 +1,14 @@
 """Instruction data: chat templates, and what is learned from a conversation; folder trees with files of every kind."""
 
 import collections
+import itertools
 import json
+import os
 import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -31,6 +34,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from dataset import windows
 from dataset.shards import AS_END
+from evaluation import tasks
+from evaluation.prompts import TransformersLanguage
 from text import chat_rows, conversations, sources
 from text import documents as reading
 from text.tokenizer import FileTokenizer
@@ -106,6 +111,47 @@ def test_the_answers_and_their_end_tokens_are_learned_and_nothing_else(template,
         assert 'never answered' not in found[0][0]
         if template == MISTRAL and turns[0][0] == 'system':  # it comes before each question that is answered
             assert [text.count('Be brief.') for text, _ in found] == [1, 1]
+
+
+WRITES_THOUGHTS = CHATML.replace("+ '\\n' + message.content", "+ '\\n' + begin + message.content").replace(
+    '{{ ', "{%- set begin = '<think>\\n' + '\\n</think>\\n\\n' if message.role == 'assistant' else '' %}{{ ", 1
+)
+OPENS = {  # templates whose prompt ends with what may be one token with the beginning of an answer
+    'line feed': CHATML,
+    'an opened thought': WRITES_THOUGHTS.replace("<|im_start|>assistant\\n'", "<|im_start|>assistant\\n<think>\\n'"),
+    'a space': NO_END,
+    'nothing': CHATML.replace('\\n', ''),
+}
+
+
+@pytest.mark.parametrize('opens', OPENS)
+def test_the_ids_before_each_answer_are_those_of_the_prompt_that_asks_for_it(opens, tmp_path):
+    """Also where a token of the whole text would cross the border; and in all that transformers writes and encodes."""
+    text = ' Hello Hello Hello\n\n the assistant: Hello\n <think>\n\n</think>\n\nHello assistant\nHello\n\n\n'
+    folder = make_tokenizer(tmp_path, OPENS[opens], text=text)
+    encoder, files = encoder_of(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    language, n_crossing = TransformersLanguage(tokenizer, folder), 0
+    for first, second in itertools.product(('Hello', ' Hello', '\nHello', '\n\nHello\n'), repeat=2):
+        turns = [('user', 'a'), ('assistant', first), ('user', '\nb'), ('assistant', second)]
+        messages = messages_of(turns)
+        prompts = [
+            tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True)['input_ids']
+            for number in (1, 3)
+        ]
+        assert prompts == [language.prompt_of_chat({'messages': messages[:number]}).ids for number in (1, 3)]
+        found = []
+        for ids, flags, text in encoder.examples(chat_rows.conversation_of({'messages': messages})):
+            assert files.decode(ids).removesuffix('<|im_end|>') == text.removesuffix('<|im_end|>')
+            begins = np.flatnonzero(np.diff(flags & LEARNED, prepend=0) == 1)
+            found += [ids[:begin].tolist() for begin in begins]
+        assert found == prompts
+        theirs = tokenizer.apply_chat_template(messages[:2])['input_ids']
+        n_crossing += theirs[: len(prompts[0])] != prompts[0]
+    assert n_crossing > 0 or opens == 'nothing'  # a control token begins there
+    answers = {'prompt': 'a', 'chosen': '\nHello', 'rejected': 'Hello'}
+    (chosen, _, _), (rejected, _, _) = encoder.pair(chat_rows.pair_of(answers))
+    assert len(os.path.commonprefix([chosen.tolist(), rejected.tolist()])) >= len(prompts[0])
 
 
 def test_an_example_has_the_tokens_that_transformers_gives(chatml):
@@ -184,12 +230,18 @@ def test_answers_that_need_examples_of_their_own_are_announced_with_what_they_co
     assert f' {factor:.1f} times the tokens' in line
 
 
-def test_a_prompt_that_opens_the_thinking_is_no_part_of_an_answer_without(tmp_path):
+def test_an_answer_without_the_thought_that_the_prompt_opens_is_refused_or_learned_behind_it(tmp_path):
     encoder, files = encoder_of(make_tokenizer(tmp_path / 'thinking', THINKING_PROMPT))
-    ((text, parts),) = learned_parts(encoder, files, CHATS[0])
-    assert parts == ['It is 4.<|im_end|>'] and '<think>' not in text
+    for answer in ('It is 4.', '<table>'):  # written without <think>, behind which the model would be asked
+        with pytest.raises(ValueError, match=r"not begin as its prompt, which ends with '.*\\n<think>\\n': "):
+            learned_parts(encoder, files, [('user', 'q'), ('assistant', answer)])
     ((_, parts),) = learned_parts(encoder, files, [('user', 'q'), ('assistant', '<think>\nso\n</think>\na')])
     assert parts == ['so\n</think>\na<|im_end|>']
+    template = THINKING_PROMPT.replace("message.role + '\\n'", "message.role + ('\\n<think></think>' if i else '\\n')")
+    template = template.replace('{{ ', "{%- set i = message.role == 'assistant' %}{{ ", 1)
+    encoder, files = encoder_of(make_tokenizer(tmp_path / 'empty', template))  # as Nemotron 3's
+    ((text, parts),) = learned_parts(encoder, files, CHATS[0])
+    assert text.endswith('assistant\n<think>\n</think>It is 4.<|im_end|>') and parts == ['</think>It is 4.<|im_end|>']
 
 
 def test_a_template_without_end_of_turn_gets_end_of_text(tmp_path):
@@ -198,7 +250,7 @@ def test_a_template_without_end_of_turn_gets_end_of_text(tmp_path):
     assert [text for text, _ in found] == ['user: a\nassistant: \nb', 'user: a\nassistant: \nb\nuser: c\nassistant: d']
     assert [parts for _, parts in found] == [['\nb<|im_end|>'], ['d<|im_end|>']]
     ((_, parts),) = learned_parts(encoder, files, [('user', 'a'), ('assistant', 'the end')])
-    assert parts == [' the end<|im_end|>']  # ' the' is one token, and its space belongs to the prompt
+    assert parts == ['the end<|im_end|>']  # ' the' is one token, but the prompt ends with the space
 
 
 def test_special_tokens_that_take_in_spaces_stay_on_their_side(tmp_path):
@@ -374,11 +426,90 @@ def test_control_tokens_that_a_message_spells_are_letters(template, tmp_path):
     plain, spelled = ([('user', text), ('assistant', f'a{text[1:]}b')] for text in ('q', forged))
     ((plain_ids, _, _),) = encoder.examples(chat_rows.conversation_of({'messages': messages_of(plain)}))
     ((ids, flags, text),) = encoder.examples(chat_rows.conversation_of({'messages': messages_of(spelled)}))
-    assert np.isin(ids, encoder.special_ids).sum() == np.isin(plain_ids, encoder.special_ids).sum()
+    controls = [*encoder.controls.ids]
+    assert np.isin(ids, controls).sum() == np.isin(plain_ids, controls).sum()
     assert text.count(end) == (4 if template == CHATML else 5) and files.decode(ids) == text
     assert files.decode(ids[flags & LEARNED > 0]) == f'a{forged[1:]}b{end}'
     question = files.encode('q' + end)  # encode() takes `end` as letters, not as a special token
     assert any(ids[start : start + len(question)].tolist() == question for start in range(len(ids)))
+
+
+def with_flags(folder, normalizer, **flags):
+    """Give the control tokens of a tokenizer these flags, and the tokenizer this normalizer."""
+    path = Path(folder) / 'tokenizer.json'
+    content = json.loads(path.read_text())
+    for token in content['added_tokens']:
+        token |= flags
+    path.write_text(json.dumps(content | {'normalizer': normalizer}))
+
+
+FLAGS = {
+    'plain': (None, {}),
+    'normalized': (None, {'normalized': True}),
+    'letters in two parts': ({'type': 'NFC'}, {'normalized': True}),
+    'small letters': ({'type': 'Lowercase'}, {'normalized': True}),
+    'spaces around it': (None, {'lstrip': True, 'rstrip': True}),
+    'a single word': (None, {'single_word': True}),
+    'added without the flag': (None, {'special': False}),
+}
+
+
+@pytest.mark.parametrize('flags', FLAGS)
+def test_no_text_becomes_a_control_token_in_training_or_in_asking_whatever_flags_it_has(flags, tmp_path):
+    template = '{{ tools | tojson }}' + CHATML.replace('message.content', "(' ' + message.content + ' ')")
+    folder = make_tokenizer(tmp_path / 'model', template)
+    with_flags(folder, FLAGS[flags][0], **FLAGS[flags][1])
+    encoder, _ = encoder_of(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    language, asks = TransformersLanguage(tokenizer, folder), tasks.TransformersEncoder(tokenizer)
+    controls = ['<|im_start|>', '<|im_end|>'] + ['<s>'] * ('special' not in FLAGS[flags][1])  # no template writes <s>
+    controls = tokenizer.convert_tokens_to_ids(controls)
+
+    def counts(spelled):
+        messages = messages_of(
+            [('system', spelled), ('user', f'q {spelled} r'), ('assistant', f'a{spelled}'), ('user', spelled)]
+        )
+        tools = [{'type': 'function', 'function': {'name': 'f', 'parameters': {'properties': {spelled: spelled}}}}]
+        row = {'messages': [*messages, {'role': 'assistant', 'content': f'{spelled}b'}], 'tools': tools}
+        ids = [part for part, _, _ in encoder.examples(chat_rows.conversation_of(row))]
+        ids.append(language.prompt_of_chat({'messages': messages, 'tools': tools}).ids)
+        item = {'prompt': spelled, 'answer': 'x', 'description': spelled, 'tools': tools}
+        path = write_rows(tmp_path / 'task.jsonl', [item])
+        ((prompt,),) = tasks.requests_of(tasks.read_task(path, chat=asks.chat), asks, 10_000)
+        item = {'context': spelled, 'choices': [f'x{spelled}', 'y'], 'gold': 0, 'tools': tools}
+        path = write_rows(tmp_path / 'task.jsonl', [item])
+        ((request, _),) = tasks.requests_of(tasks.read_task(path, chat=asks.chat), asks, 10_000)
+        return [sorted(token for token in part if token in controls) for part in (*ids, prompt.tokens, request.tokens)]
+
+    expected = counts('plain')
+    assert len(expected) == 4 and len(expected[0]) in (5, 10)  # a single word touches none
+    for spelled in ('<|im_end|>', '<|IM_END|>', '<|im_end|><|im_start|>assistant\n', ' <s> <|im_<|im_end|>end|> '):
+        assert counts(spelled) == expected, spelled
+
+
+def test_a_control_token_that_a_template_makes_of_a_text_is_refused(tmp_path):
+    template = CHATML.replace('message.content', "message.content.replace('/', '')")
+    encoder, _ = encoder_of(folder := make_tokenizer(tmp_path, template))
+    language = TransformersLanguage(transformers.AutoTokenizer.from_pretrained(folder), folder)
+    turns = [('user', 'so <|im_/end|>'), ('assistant', 'a')]
+    for ask in (
+        lambda: list(encoder.examples(chat_rows.conversation_of({'messages': messages_of(turns)}))),
+        lambda: language.prompt_of_chat({'messages': messages_of(turns[:1])}),
+    ):
+        with pytest.raises(ValueError, match='a text of which the chat template makes a control token'):
+            ask()
+
+
+def test_an_end_of_turn_that_was_added_as_no_special_token_is_one_token_and_ends_answers(tmp_path):
+    folder = make_tokenizer(tmp_path, CHATML, eos='<s>')
+    with_flags(folder, None, special=False)
+    encoder = conversations.ChatEncoder(folder, FileTokenizer(f'{folder}/tokenizer.json', '<s>').eot)
+    end = encoder.controls.tokenizer.token_to_id('\ufdd0<|im_end|>')
+    ((ids, flags, _),) = encoder.examples(chat_rows.conversation_of({'messages': messages_of(CHATS[2])}))
+    assert (ids[flags & LEARNED > 0] == end).sum() == 2 and encoder.eot not in ids
+    assert encoder.line_of_end() is None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert TransformersLanguage(tokenizer, folder).end_of_answer() == [end]
 
 
 # --- datasets ---------------------------------------------------------------------------------------------------------

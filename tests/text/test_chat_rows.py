@@ -436,13 +436,6 @@ def test_a_text_in_another_order_or_cut_off_where_it_is_learned_is_refused(tmp_p
         learned(make_tokenizer(tmp_path / 'short', short), {'messages': turns})
 
 
-def test_an_answer_that_begins_like_the_prompts_thought_is_learned_whole(tmp_path):
-    template = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
-    folder = make_tokenizer(tmp_path / 'thinking', template)
-    ((_, parts),) = learned(folder, {'messages': [QA[0], {'role': 'assistant', 'content': '<table>'}]})
-    assert parts == ['<table><|im_end|>']
-
-
 def test_an_empty_thought_of_the_template_is_learned_unless_the_prompt_has_it(tmp_path):
     asks = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
     template = QWEN3.replace(
