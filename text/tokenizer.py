@@ -17,6 +17,7 @@ and encoding adds neither bos nor eot.
 
 import difflib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -252,11 +253,66 @@ def names_tokenizer(dataset_folder):
 
 def same_tokenizer(*dataset_folders):
     """Whether datasets have the same tokenizer. A dataset that does not name its tokenizer is ignored."""
-    marks = set()
-    for folder in dataset_folders:
-        facts, file = _read_meta(folder)[1], Path(folder) / 'tokenizer.json'
-        marks |= {sha256_of(file) if file.exists() else facts['name']} if facts else set()
-    return len(marks) < 2
+    named = [folder for folder in dataset_folders if names_tokenizer(folder)]
+    return all(difference(named[0], other) is None for other in named[1:])
+
+
+def difference(folder, other):
+    """In words, how the tokenizer of one folder differs from that of another; None if both give every text the same
+    ids. folder, other: of datasets, or Hugging Face folders.
+
+    Versions of transformers write the same tokenizer with different bytes, and an export adds to it what it puts before
+    a text. So if the parts of the files that decide ids differ, too, the tokens are compared one by one, and the ids of
+    texts. Two names of tiktoken's are compared as names. Raises what load_tokenizer() raises.
+    """
+    files = [Path(name, 'tokenizer.json') for name in (folder, other)]
+    if all(file.exists() for file in files):
+        ends = {(_read_meta(name)[1] or {}).get('eot_text', END_OF_TEXT) for name in (folder, other)}
+        if len(ends) == 1 and digest_of_file(files[0]) == digest_of_file(files[1]):
+            return None
+    elif not any(file.exists() for file in files):
+        names = [_read_meta(name)[1]['name'] for name in (folder, other)]
+        return None if names[0] == names[1] else f'is not {names[1]}, that of {other}'
+    ours, theirs = (tokenizer_of(name) if names_tokenizer(name) else load_tokenizer(name) for name in (folder, other))
+    if ours.vocab_size != theirs.vocab_size:
+        return f'has {ours.vocab_size:,} tokens, that of {other} {theirs.vocab_size:,}'
+    return difference_of(ours, theirs, other)
+
+
+def difference_of(ours, theirs, other):
+    """difference() of two tokenizers, one of which may have more tokens than the other. other: the folder of theirs."""
+    # As their files spell them: in a text, a token with a space before it may look like one without.
+    are_files = isinstance(ours, FileTokenizer) and isinstance(theirs, FileTokenizer)
+    spell = (
+        (lambda one, token: one.tokenizer.id_to_token(token)) if are_files else (lambda one, token: one.decode([token]))
+    )
+    for token in range(min(ours.vocab_size, theirs.vocab_size)):
+        if spell(ours, token) != spell(theirs, token):
+            return f'has other tokens than that of {other}, the first of them {token}'
+    if any(list(ours.encode(text)) != list(theirs.encode(text)) for text in (SAMPLE_TEXT, *ODD_TEXTS)):
+        return f'gives other tokens than that of {other}'
+    if ours.eot != theirs.eot:
+        ends = f'{theirs.eot} ({theirs.decode([theirs.eot])})'
+        return f'ends documents with the token {ours.eot}, that of {other} with {ends}'
+    return None
+
+
+def digest_of_file(path):
+    """The sha256 of what decides the ids of a text in a tokenizer.json: vocabulary, merges, special tokens, normalizer
+    and pre-tokenizer. Of how the file is written it does not depend, nor of what it puts around a text."""
+    content = _read_settings(path)
+
+    def essential(value):  # versions write a default or leave it out; offsets are nobody's concern here
+        if isinstance(value, dict):
+            parts = {key: essential(part) for key, part in value.items() if key != 'trim_offsets'}
+            return {key: part for key, part in parts.items() if part not in (None, False, '')}
+        return [*map(essential, value)] if isinstance(value, list) else value
+
+    model = dict(content.get('model') or {})
+    model['merges'] = [' '.join(pair) if isinstance(pair, list) else pair for pair in model.get('merges') or ()]
+    parts = [essential(content.get(name)) for name in ('added_tokens', 'normalizer', 'pre_tokenizer')]
+    vocabulary = model.pop('vocab', None)  # in which an id of 0 is no default
+    return hashlib.sha256(json.dumps([vocabulary, essential(model), *parts], sort_keys=True).encode()).hexdigest()
 
 
 def as_argument(*dataset_folders):
@@ -276,9 +332,8 @@ def check_same_tokenizer(dataset_folder, model_folder):
     Returns warnings: a line if the dataset's documents do not begin with the BOS that the model's tokenizer puts before
     a text, or begin with another one.
 
-    Versions of transformers write the same tokenizer with different bytes, so if the files differ, the ids of a sample
-    text and of end-of-text are compared. A dataset that does not name its tokenizer is not checked. Also raises what
-    load_tokenizer() raises.
+    One of them may have more tokens than the other. A dataset that does not name its tokenizer is not checked. Also
+    raises what load_tokenizer() raises.
     """
     meta, facts = _read_meta(dataset_folder)
     if facts is None:
@@ -297,17 +352,16 @@ def check_same_tokenizer(dataset_folder, model_folder):
     if facts.get('sha256') == sha256_of(file):
         return notes
     ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
-    added = ours.tokenizer.get_added_tokens_decoder() if meta.get('masked') else {}  # with those of chat templates
-    moved = [token.content for number, token in added.items() if theirs.tokenizer.token_to_id(token.content) != number]
-    if ours.encode(SAMPLE_TEXT) != theirs.encode(SAMPLE_TEXT):
-        difference = f'gives other tokens than that of {model_folder}'
-    elif ours.eot != theirs.eot:
-        difference = f'ends documents with the token {ours.eot}, that of {model_folder} with {theirs.eot} ({eot})'
-    elif moved:
-        difference = f'has the special token {moved[0]}, which that of {model_folder} has elsewhere or not at all'
-    else:
+    found = difference_of(ours, theirs, model_folder)
+    if not found and meta.get('masked'):  # chat templates write special tokens
+        for number, token in ours.tokenizer.get_added_tokens_decoder().items():
+            if theirs.tokenizer.token_to_id(token.content) != number:
+                found = (
+                    f'has the special token {token.content}, which that of {model_folder} has elsewhere or not at all'
+                )
+    if not found:
         return notes
-    raise ValueError(f'{dataset_folder}: its tokenizer {facts["name"]} {difference}; prepare it anew: {command}')
+    raise ValueError(f'{dataset_folder}: its tokenizer {facts["name"]} {found}; prepare it anew: {command}')
 
 
 def describe(name, vocab_size):

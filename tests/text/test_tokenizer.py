@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,9 +26,11 @@ from text.tokenizer import (
     TiktokenTokenizer,
     check_same_tokenizer,
     describe,
+    difference,
     fetch_tokenizer,
     load_tokenizer,
     load_transformers_tokenizer,
+    same_tokenizer,
     tokenizer_of,
     tokenizer_of_run,
     train_bpe,
@@ -238,6 +241,55 @@ def test_a_dataset_fits_the_model_whose_tokenizer_made_it(dataset, bpe_folder, h
     (tmp_path / 'bpe' / 'meta.json').write_text(json.dumps({'tokenizer': describe('bpe', 600)}))
     shutil.copy(bpe_folder / 'tokenizer.json', tmp_path / 'bpe')
     check_same_tokenizer(tmp_path / 'bpe', hugging_face_folder)
+
+
+def written_anew(folder, change, to, name='bpe'):
+    """A dataset's folder, with the tokenizer.json of another after change(its content)."""
+    to.mkdir()
+    content = json.loads((folder / 'tokenizer.json').read_text())
+    change(content)
+    (to / 'tokenizer.json').write_text(json.dumps(content))
+    facts = {'name': name} if name == 'bpe' else {'name': name, 'eot_text': END_OF_TEXT}
+    (to / 'meta.json').write_text(json.dumps({'tokenizer': facts}))
+    return to
+
+
+def swap(content, a=300, b=301):
+    """Two words of a vocabulary take each other's place."""
+    of = {number: word for word, number in content['model']['vocab'].items()}
+    content['model']['vocab'] |= {of[a]: b, of[b]: a}
+
+
+def in_another_form(content):
+    """As an export of ours writes a tokenizer, and another version of `tokenizers`."""
+    content['post_processor'] = {'type': 'ByteLevel', 'add_prefix_space': True, 'trim_offsets': False}
+    content['model']['merges'] = [
+        ' '.join(pair) if isinstance(pair, list) else pair for pair in content['model']['merges']
+    ]
+    content['model'] |= {'byte_fallback': False, 'continuing_subword_prefix': None}
+    content |= {'truncation': {'max_length': 9, 'strategy': 'LongestFirst', 'stride': 0, 'direction': 'Right'}}
+
+
+def test_tokenizers_are_compared_by_what_decides_ids(bpe_folder, tmp_path):
+    bpe = written_anew(bpe_folder, lambda content: None, tmp_path / 'bpe')
+    for number, name in enumerate(('bpe', 'models/exported')):
+        assert same_tokenizer(bpe, written_anew(bpe, in_another_form, tmp_path / f'form{number}', name))
+        other = written_anew(bpe, swap, tmp_path / f'swapped{number}', name)
+        assert not same_tokenizer(bpe, other)
+        assert re.search('has other tokens than that of .*swapped., the first of them 300', difference(bpe, other))
+    more = written_anew(bpe, lambda content: content['model']['vocab'].update(new=600), tmp_path / 'more')
+    assert re.search('has 600 tokens, that of .*more 601', difference(bpe, more)) and not same_tokenizer(bpe, more)
+
+
+def test_a_tokenizer_with_two_swapped_ids_is_another_one(dataset, hugging_face_folder, tmp_path):
+    """The sample text need not have either of the two."""
+    other = tmp_path / 'swapped'
+    shutil.copytree(hugging_face_folder, other)
+    content = json.loads((other / 'tokenizer.json').read_text())
+    swap(content)
+    (other / 'tokenizer.json').write_text(json.dumps(content))
+    with pytest.raises(ValueError, match='has other tokens than that of .*swapped, the first of them 300; prepare'):
+        check_same_tokenizer(dataset, other)
 
 
 def test_a_dataset_for_another_tokenizer_is_refused_with_the_command(dataset, hugging_face_folder, tmp_path):
