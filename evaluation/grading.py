@@ -47,8 +47,8 @@ IGNORED = [re.compile(pattern) for pattern in (',', r'\$', '(?s).*#### ', r'\.$'
 # the answer to another question.
 
 PLAIN = {  # what is written in several ways, and the way that NUMBER reads
-    '[\u2212\u2013\ufe63\uff0d]': '-',  # minus signs, and a dash that stands for one
-    r'[\u00a0\u2009\u202f]|\\[,;: ]': ' ',  # thin spaces, also LaTeX's, which group digits
+    '[\u2212\u2010-\u2013\ufe63\uff0d]': '-',  # minus signs, and hyphens and dashes that stand for one
+    r'[\u00a0\u2000-\u200a\u202f]|\\[,;: ]': ' ',  # thin spaces, also LaTeX's, which group digits
     r'\\!|\\(?=[$%])': '',
     r'\{,\}': ',',
     r'\^\{?\\circ\}?': '°',
@@ -59,7 +59,9 @@ PLAIN = {  # what is written in several ways, and the way that NUMBER reads
 }
 WHOLE = r'(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ]\d{3})+|\d+)'
 DECIMAL = rf'(?:{WHOLE}(?:\.\d+)?|(?<![\w.])\.\d+)'
-JOINS = r"""[.,:/^*×·+\-%'(){}\[\]]*(?:\\(?:sqrt|[dtc]?frac|div|pm)\W*)?"""  # make one expression of the digits around
+JOINS = (
+    r"""[.,:/^*×·+\-%'’_(){}\[\]]*(?:\\(?:sqrt|[dtc]?frac|div|pm)\W*)?"""  # make one expression of the digits around
+)
 NUMBER = rf"""
     (?P<minus>=\s*-\s*|(?<![A-Za-z0-9)\]}}%])-)?(?:(?<![A-Za-z0-9)\]}}%])\+)?(?:[$€£¥₹]\s?)?
     (?:
@@ -74,7 +76,7 @@ OTHER = rf"""
     (?:[A-Za-z0-9)\]}}][+*/]|[)\]}}]-)?(?:\d|√\s?\d|\\(?:sqrt|[dtc]?frac)[^\d\s]{{0,40}}\d)(?:{JOINS}\d)*"""
 TOKEN = re.compile(rf'(?P<index>{INDEX})|{NUMBER}|(?P<other>{OTHER})', re.X | re.I)
 ALONE = re.compile(  # an answer: what may stand around its number does not change it
-    rf'(?:.*\#\#\#\#)?(?:\\boxed\{{|\\[(\[]|\$|\s)*{NUMBER}(?:[}}$%°.\s]|\\[)\]])*', re.X | re.I | re.S
+    rf'(?:.*\#\#\#\#)?(?:\\boxed\{{|\\[(\[]|\$|\s)*{NUMBER}(?:[}}$€£¥₹%°.\s]|\\[)\]])*', re.X | re.I | re.S
 )
 LONGEST = 1000  # characters of a number, and powers of ten: 1e999999999 would take a week
 

@@ -370,7 +370,17 @@ NUMBERS = {  # what a text says with its last number; None if its last digits ar
         '+5': 5,
     },
     'ranges and dates': {'3-5': None, '3\u20135': None, '2024-01-05': None, '3:2': None, '3.2.1': None, '(3,5)': None},
-    'groups': {'1,234': 1234, '1\u202f234': 1234, '1 234': 1234, r'1,\!234': 1234, '1{,}234': 1234, '1,23': None},
+    'groups': {
+        '1,234': 1234,
+        '1\u202f234': 1234,
+        '1 234': 1234,
+        r'1,\!234': 1234,
+        '1{,}234': 1234,
+        '1\u2009234': 1234,
+        '1_234': None,
+        "1'234": None,
+        '1,23': None,
+    },
     'decimals': {'1.50': 3 * HALF, '.5': HALF, 'No.5': 5, '...5': 5, '18.': 18, '1.234,5': None, '5\n6': 6},
     'signs': {
         '$1000.00': 1000,
@@ -391,6 +401,7 @@ NUMBERS = {  # what a text says with its last number; None if its last digits ar
         '18km': 18,
         'x_1 = 5': 5,
         '5 H2O': 5,
+        '\u20115': -5,
     },
     'fractions': {
         '3/4': QUARTERS,
@@ -432,7 +443,15 @@ def test_an_answer_of_the_rule_number_is_a_number_and_nothing_else():
         '$1,000.50': Fraction(2001, 2),
         '50%': 50,
     }
-    alone |= {r'\boxed{7}': 7, 'So 3 and 4.\n#### 7': 7, '18.': 18, r'45^\circ': 45, r'\(5\)': 5, '1 1/2': 3 * HALF}
+    alone |= {
+        r'\boxed{7}': 7,
+        'So 3 and 4.\n#### 7': 7,
+        '18.': 18,
+        r'45^\circ': 45,
+        r'\(5\)': 5,
+        '5 \u20ac': 5,
+        '1 1/2': 3 * HALF,
+    }
     assert {answer: grading.number_alone(answer) for answer in alone} == alone
     more = [
         '7 cm^2',
