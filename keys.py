@@ -28,7 +28,8 @@ class Keys:
     out_dir = 'out/train'  # where checkpoints, metrics.jsonl and train.log go: one folder per run [per job, path]
     resume: Literal['auto', 'never', 'must'] = 'auto'  # resume out_dir; 'never' fails if it holds a run, 'must' if not
     eval_interval = 500  # steps between evaluations; 0 = only after the last step [>= 0]
-    eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none [>= 0]
+    eval_sequences = 160  # validate on the first ones, the same at any batch size: more = less noise; 0 = none [>= 0]
+    eval_iters: int | None = None  # eval_sequences / global_batch_size: how earlier versions counted [>= 0]
     eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
     log_interval = 10  # steps between log lines; 0 = only of the first and the last step [>= 0]
     trace_step = 0  # record it and the step before for chrome://tracing: out_dir/trace_rank0.json, ...; 0 = off [>= 0]
@@ -238,6 +239,7 @@ FOLLOWS_FROM = {
     'is_chat': 'dataset',
     'is_hub': 'dataset',
     'is_run': RUN,
+    'eval_sequences': 'eval_sequences eval_iters',
     'ends_at_s': '',
     'device': '',
 }
@@ -248,12 +250,16 @@ READ_IF = {
     'train': {
         'resume': ('without --eval_only', lambda run: not run.eval_only),
         # of train_grpo.py, which has prompts, below
-        'eval_interval val_dataset': ('with --eval_iters=1 or more', lambda run: run.eval_iters or run.prompts),
+        'eval_interval val_dataset': (
+            'with --eval_sequences=1 or more',
+            lambda run: run.eval_sequences or run.prompts,
+        ),
         'checkpoint_interval permanent_interval save_errors async_checkpoint': CHECKPOINTS,
         'wandb_project wandb_group wandb_run_name': (  # a file may hold the names for when it is turned on
             'with --wandb_log=True',
             lambda run: run.wandb_log or run.is_given('wandb_log'),
         ),
+        'eval_sequences': ('without --eval_iters', lambda run: run.eval_iters is None),
         'windows': (
             'on text: conversations are always kept whole',
             lambda run: not run.is_chat or run.windows == 'documents',
@@ -325,7 +331,8 @@ READ_IF = {
         'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
     },
     'train_grpo.py': {
-        'dataset_stages val_dataset windows eval_interval eval_iters global_batch_size loss_spike_guard': (
+        'dataset_stages val_dataset windows eval_interval eval_sequences eval_iters global_batch_size '
+        'loss_spike_guard': (
             'in scripts that learn from a dataset: here it is --prompts',
             lambda run: not run.prompts,
         ),

@@ -240,7 +240,7 @@ while not watch.must_stop:
 if replica.ledger.is_complete and looked_at < config.max_iters:  # others finished it: save this job's copy
     step = config.max_iters
     watch.log.row(
-        step, watch.with_totals(step, (watch.val_loss(step) if config.eval_iters else {}) | watch.scores(step))
+        step, watch.with_totals(step, (watch.val_loss(step) if config.eval_sequences else {}) | watch.scores(step))
     )
     save(step)
 replica.leave()

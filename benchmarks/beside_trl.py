@@ -172,7 +172,7 @@ def train_ours(arguments, part, dtype, threads, folder):
         f'--data_dir={arguments.data_dir}', f'--block_size={arguments.block_size}',
         f'--batch_size={arguments.sequences}', '--lr_schedule=constant',
         f'--max_iters={arguments.steps}', '--warmup_iters=0', f'--learning_rate={RATES[part]}', '--weight_decay=0',
-        f'--seed={SEED}', f'--dtype={dtype}', '--eval_iters=0', '--log_interval=1', '--keep_checkpoints=0',
+        f'--seed={SEED}', f'--dtype={dtype}', '--eval_sequences=0', '--log_interval=1', '--keep_checkpoints=0',
         '--checkpoint_interval=0', f'--out_dir={folder}/ours', '--device=cpu', '--resume=never',
         *([f'--lora_rank={RANK}', f'--lora_alpha={RANK}'] if part == 'lora' else []),
     )  # fmt: skip

@@ -36,7 +36,7 @@ TWO = ['--num_replicas=2', *NESTEROV]
 METHODS = {  # name -> script, keys; train_diloco.py also gets inner_steps
     'ddp': ('train_ddp.py', []),
     'ddp-muon': ('train_ddp.py', ['--optimizer=muon']),
-    'alone': ('train_ddp.py', ['--global_batch_size=4', '--batch_size=4', '--eval_iters=220']),  # half of 8 x 110
+    'alone': ('train_ddp.py', ['--global_batch_size=4', '--batch_size=4']),
     'snoo': ('train_diloco.py', ['--num_replicas=1', *NESTEROV]),  # one replica, sharded over both ranks
     'diloco': ('train_diloco.py', TWO),
     # With momentum mu a pseudo-gradient moves the parameters, in the end, by outer_lr / (1 - mu) of itself: 1.75 above,
@@ -57,7 +57,13 @@ def train(method, rate, seed, arguments):
     H = arguments.inner_steps
     keys = TINY_SYNTHETIC if arguments.short else ['config/quickstart.py', f'--data_dir={arguments.data_dir}']
     keys = [*keys, f'--learning_rate={rate}', f'--seed={seed}', f'--max_iters={arguments.steps}', f'--log_interval={H}']
-    keys += ['--eval_interval=0', '--eval_iters=110', '--keep_checkpoints=0', '--dtype=float32', f'--out_dir={out_dir}']
+    keys += [
+        '--eval_interval=0',
+        '--eval_sequences=880',
+        '--keep_checkpoints=0',
+        '--dtype=float32',
+        f'--out_dir={out_dir}',
+    ]
     keys += [f'--inner_steps={H}'] if script == 'train_diloco.py' else []
     keys += of_method
     wire = None

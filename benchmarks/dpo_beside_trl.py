@@ -121,7 +121,7 @@ def main():
             __file__, *cpu_time, '--ours', f'--init_from={arguments.init_from}', '--dataset=pairs',
             f'--data_dir={folder}/data',
             '--num_epochs=1', f'--learning_rate={RATE}', '--lr_schedule=constant', '--warmup_iters=0',
-            '--weight_decay=0', '--eval_iters=0', '--log_interval=1', '--keep_checkpoints=0',
+            '--weight_decay=0', '--eval_sequences=0', '--log_interval=1', '--keep_checkpoints=0',
             '--device=cpu', f'--out_dir={folder}/ours', '--resume=never',
         )  # fmt: skip
         for dtype in arguments.dtypes:

@@ -102,7 +102,7 @@ class Bench:
         beside: the name of a check whose losses should be the same, and by how much they may differ.
         """
         run = self.runs / stem(continues or name)
-        fixed = dict(dataset='synthetic', vocab_size=50304, eval_iters=0, keep_checkpoints=0, device=self.device)
+        fixed = dict(dataset='synthetic', vocab_size=50304, eval_sequences=0, keep_checkpoints=0, device=self.device)
         keys = {key: value for key, value in (fixed | keys | {'out_dir': run}).items() if value is not None}
 
         def read(text, output):

@@ -162,7 +162,7 @@ def syncs(device, arguments):
 
     Meter.begin_step, warnings.showwarning = watch, note
     warnings.simplefilter('always')
-    keys = TINY | dict(dataset='synthetic', eval_iters=0, keep_checkpoints=0, device=arguments.device, max_iters=13)
+    keys = TINY | dict(dataset='synthetic', eval_sequences=0, keep_checkpoints=0, device=arguments.device, max_iters=13)
     keys |= dict(fsdp_impl='manual', log_interval=5, compile=False, out_dir=Path(arguments.out) / 'runs/syncs')
     shutil.rmtree(keys['out_dir'], ignore_errors=True)
     train_here(['train_fsdp.py', *options(keys)])

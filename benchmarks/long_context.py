@@ -198,7 +198,7 @@ def compare_on_needles(out, seeds):
     prepare_pairs(out / 'data', TRAINED, 34_000)
     prepare_pairs(out / 'data', EXTENDED, 2000)
     tasks = write_pair_needles(out / 'needles')
-    quiet = '--eval_interval=0 --eval_iters=4 --log_interval=200 --checkpoint_interval=0 --keep_checkpoints=1'
+    quiet = '--eval_interval=0 --eval_sequences=64 --log_interval=200 --checkpoint_interval=0 --keep_checkpoints=1'
     common = f'--data_dir={out}/data --device=cpu --dtype=float32 {quiet}'
     found = {(way, steps): [] for steps in STEPS for way in WAYS}
     for seed in seeds:
@@ -242,7 +242,7 @@ def main():
         run('prepare_data.py', f'--data_dir={out}/data')
     run(
         'train_ddp.py',
-        f'config/quickstart.py {on_cpu} --max_iters=400 --eval_interval=0 --eval_iters=1 --out_dir={out}/short',
+        f'config/quickstart.py {on_cpu} --max_iters=400 --eval_interval=0 --eval_sequences=8 --out_dir={out}/short',
     )
     for name, keys, _ in WAYS.values():
         run('train_fsdp.py', f'config/long_context.py {on_cpu} --init_from={out}/short --out_dir={out}/{name} {keys}')

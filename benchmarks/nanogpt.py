@@ -47,8 +47,15 @@ def nanogpt_command(steps, log_interval, **settings):
 
 def our_command(steps, log_interval, data_dir, **settings):
     """train_ddp.py with nanoGPT's architecture: gpt2 without biases, tied embeddings, the same character data."""
-    fixed = dict(device='cpu', arch='gpt2', bias=False, max_iters=steps, log_interval=log_interval, eval_iters=1)
-    fixed.update(eval_interval=0, checkpoint_interval=0, dataset='shakespeare_char', data_dir=data_dir, vocab_size=65)
+    fixed = dict(device='cpu', arch='gpt2', bias=False, max_iters=steps, log_interval=log_interval)
+    fixed.update(
+        eval_interval=0,
+        eval_sequences=12,
+        checkpoint_interval=0,
+        dataset='shakespeare_char',
+        data_dir=data_dir,
+        vocab_size=65,
+    )
     fixed.update(learning_rate=1e-3, beta2=0.99, out_dir='/tmp/bench_nanogpt_ours', resume='auto')
     return [sys.executable, '-u', 'train_ddp.py', *flags(fixed), *flags(settings)]
 

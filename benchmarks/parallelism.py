@@ -20,7 +20,7 @@ sys.path.insert(0, str(REPO))
 from benchmarks.runs import column, command_of, environment
 
 RUN = '--dataset=synthetic --arch=llama --n_head=4 --device=cpu --dtype=float32'
-RUN += ' --eval_iters=0 --keep_checkpoints=0 --log_interval=1'
+RUN += ' --eval_sequences=0 --keep_checkpoints=0 --log_interval=1'
 SPEED = '--n_layer=4 --n_kv_head=2 --n_embd=256 --vocab_size=1024 --block_size=1024 --global_batch_size=8 --max_iters=5'
 # In a micro-step each rank computes 1024 tokens; with half of the matrices under 'tensor', of the layers in 'pipeline'.
 LAYOUTS = {

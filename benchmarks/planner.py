@@ -138,7 +138,7 @@ def show_published():
 # 4.2M parameters: 17 MB of gradients, which 100 Mbit/s carry in 1.4 s; 8 x 256 tokens, about a second of one core
 MODEL = {'arch': 'llama', 'n_layer': 4, 'n_head': 8, 'n_kv_head': 4, 'n_embd': 256, 'vocab_size': 2048}
 MODEL |= {'block_size': 256, 'dataset': 'synthetic', 'dtype': 'float32', 'device': 'cpu', 'global_batch_size': 8}
-RUN = {'max_iters': 14, 'log_interval': 2, 'eval_interval': 0, 'eval_iters': 0, 'checkpoint_interval': 0}
+RUN = {'max_iters': 14, 'log_interval': 2, 'eval_interval': 0, 'eval_sequences': 0, 'checkpoint_interval': 0}
 RUN |= {'keep_checkpoints': 0, 'resume': 'never', 'compile': False, 'warmup_iters': 2}
 WARM_UP = 4  # steps
 MANUAL = {'fsdp_impl': 'manual'}

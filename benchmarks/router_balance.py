@@ -26,7 +26,7 @@ from benchmarks.runs import column, run_script
 RULES = {'before': {}, 'same': {}, 'bias': {'router_aux': 0, 'router_bias': 0.001}, 'none': {'router_aux': 0}}
 SHAPE = {'arch': 'qwen3', 'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'expert_hidden_dim': 192, 'block_size': 128}
 RUN = {'batch_size': 8, 'max_iters': 800, 'warmup_iters': 40, 'min_lr': 0.0, 'dataset': 'stdlib-bpe2048'}
-RUN |= {'dtype': 'float32', 'device': 'cpu', 'log_interval': 50, 'eval_iters': 200, 'eval_interval': 0}
+RUN |= {'dtype': 'float32', 'device': 'cpu', 'log_interval': 50, 'eval_sequences': 1600, 'eval_interval': 0}
 RUN |= {'keep_checkpoints': 0, 'router_aux': 0.01, 'resume': 'never'}
 
 

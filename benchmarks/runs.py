@@ -13,7 +13,7 @@ SHARED = REPO.parent / 'shared'  # material for tests, which may be missing; tes
 
 # A step takes milliseconds, and 3 ranks get uneven shards of 40, 56 and 120 rows.
 TINY_MODEL = ['--n_layer=3', '--n_head=2', '--n_embd=40', '--mlp_hidden_dim=56', '--block_size=32', '--batch_size=2']
-TINY_RUN = ['--device=cpu', '--learning_rate=3e-3', '--warmup_iters=5', '--log_interval=1', '--eval_iters=2']
+TINY_RUN = ['--device=cpu', '--learning_rate=3e-3', '--warmup_iters=5', '--log_interval=1', '--eval_sequences=24']
 TINY_SYNTHETIC = [*TINY_MODEL, *TINY_RUN[:-1], '--dtype=float32', '--dataset=synthetic', '--vocab_size=257']
 TINY_EXPERTS = ['--arch=qwen3', '--n_experts=4', '--expert_hidden_dim=16']  # in place of each MLP
 

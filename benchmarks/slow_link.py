@@ -388,7 +388,7 @@ def main(argv=None):
                 runs = []
                 for seed in arguments.seeds if mbit is None else arguments.seeds[:1]:
                     shutil.rmtree(out_dir, ignore_errors=True)
-                    brief = [] if mbit is None else ['--eval_iters=1']
+                    brief = [] if mbit is None else ['--eval_sequences=8']
                     runs.append(measure(link, case, steps, out_dir, [*keys, *brief, f'--seed={seed}']))
                     if abs(runs[-1]['by_clock'] / runs[-1]['tokens_per_sec'] - 1) > 0.05:
                         by_clock = f'{runs[-1]["by_clock"]:,.0f} tokens/s by the clock on the wall'

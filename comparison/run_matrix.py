@@ -32,8 +32,8 @@ SMALL = {'arch': 'llama', 'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size'
 SMALL |= {'dtype': 'float32', 'max_iters': 50, 'learning_rate': 3e-3, 'warmup_iters': 5}
 # If any of these is given, the small model is not used.
 MODEL_KEYS = ('arch', 'heads', 'n_layer', 'n_head', 'n_embd', 'block_size', 'init_from')
-QUIET = {'log_interval': 2, 'eval_interval': 0, 'eval_iters': 10, 'checkpoint_interval': 0, 'keep_checkpoints': 0}
-BENCH = {'dataset': 'synthetic', 'eval_iters': 0, 'keep_checkpoints': 0, 'max_iters': 30, 'warmup_iters': 5}
+QUIET = {'log_interval': 2, 'eval_interval': 0, 'eval_sequences': 80, 'checkpoint_interval': 0, 'keep_checkpoints': 0}
+BENCH = {'dataset': 'synthetic', 'eval_sequences': 0, 'keep_checkpoints': 0, 'max_iters': 30, 'warmup_iters': 5}
 BENCH |= {'log_interval': 2, 'global_batch_size': None, 'wandb_log': False, 'checkpoint_interval': 0}
 
 

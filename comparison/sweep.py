@@ -58,8 +58,8 @@ def groups_of(config, train_keys, explicit):
             raise ValueError(f'{label}: {error}') from None
         if not re.fullmatch(r'[\w.+=-]+', label):
             raise ValueError(f'{label}: it cannot name a folder: use recipes, which have labels, in place of sweep')
-        if keys.get('eval_iters') == 0:
-            raise ValueError(f'{label}: eval_iters=0: a sweep compares validation losses, use 1 or more')
+        if 0 in (keys.get('eval_sequences'), keys.get('eval_iters')):
+            raise ValueError(f'{label}: eval_sequences=0: a sweep compares validation losses, use 1 or more')
         keys.pop('seed', None)
         if rates:
             keys.pop('learning_rate', None)

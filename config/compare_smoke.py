@@ -36,4 +36,4 @@ max_iters = 20
 learning_rate = 3e-3
 warmup_iters = 2
 log_interval = 1
-eval_iters = 2
+eval_sequences = 8

@@ -30,5 +30,5 @@ exchange_dtype = 'bfloat16'
 error_feedback = True
 
 eval_interval = 200
-eval_iters = 10
+eval_sequences = 4800
 checkpoint_interval = 200  # a multiple of inner_steps: another number of replicas can go on from such a checkpoint

@@ -27,5 +27,5 @@ outer_lr = 1.0  # averaging: an outer momentum made LoRA worse at 16 and at 256 
 outer_momentum = 0.0
 
 eval_interval = 48
-eval_iters = 4
+eval_sequences = 256
 checkpoint_interval = 96  # a multiple of inner_steps: another number of replicas can go on from such a checkpoint

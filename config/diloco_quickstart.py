@@ -28,6 +28,6 @@ outer_momentum = 0.6
 
 log_interval = 20
 eval_interval = 200
-eval_iters = 110
+eval_sequences = 880
 checkpoint_interval = 200
 keep_checkpoints = 1

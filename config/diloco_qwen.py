@@ -28,5 +28,5 @@ exchange_dtype = 'bfloat16'
 error_feedback = True  # updates of 2e-5 are small beside what bfloat16 rounds away
 
 eval_interval = 50
-eval_iters = 4
+eval_sequences = 256
 checkpoint_interval = 100  # a multiple of inner_steps: another number of replicas can go on from such a checkpoint

@@ -24,7 +24,7 @@ dtype = 'float32'
 
 log_interval = 50
 eval_interval = 100
-eval_iters = 20
+eval_sequences = 160
 eval_tasks_interval = 100
 checkpoint_interval = 600
 keep_checkpoints = 1

@@ -26,7 +26,7 @@ lr_rule = 32  # learning rate as fitted at 32 sequences per step, hence one warn
 lr_schedule = 'cos_inf'  # warm-up from 1% of the peak, cosine down to 10%
 
 eval_interval = 200
-eval_iters = 10  # x 512 sequences = 10.5M tokens, some 3 steps' worth of time
+eval_sequences = 5120  # x 2048 = 10.5M tokens, some 3 steps' worth of time
 checkpoint_interval = 1000
 wandb_group = 'fsdp-experiment'
 wandb_log = False  # so that it runs where wandb is not installed; --wandb_log, with WANDB_MODE=offline on a cluster

@@ -25,7 +25,7 @@ grad_clip = 0.5
 lr_schedule = 'cos_inf'
 
 eval_interval = 200
-eval_iters = 10
+eval_sequences = 5120
 checkpoint_interval = 1000
 wandb_group = 'enoki-ladder'  # each rung is a run in it, named after its out_dir
 wandb_log = False  # --wandb_log

@@ -41,6 +41,6 @@ beta2 = 0.95
 grad_clip = 1.0
 
 eval_interval = 50
-eval_iters = 4
+eval_sequences = 64
 checkpoint_interval = 200  # 96 GB each: moments are fp32 there, so that every other layout reads them
 keep_checkpoints = 1

@@ -25,5 +25,5 @@ beta2 = 0.95
 grad_clip = 1.0
 
 eval_interval = 500
-eval_iters = 20  # x 512 sequences = 10.5M tokens
+eval_sequences = 10240  # x 1024 = 10.5M tokens
 checkpoint_interval = 1000

@@ -33,4 +33,4 @@ dataset = 'stdlib-bytes'
 dtype = 'float32'
 compile = True
 log_interval = 100
-eval_iters = 200  # the same 3,200 windows for all
+eval_sequences = 3200

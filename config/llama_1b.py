@@ -33,5 +33,5 @@ beta2 = 0.95
 grad_clip = 1.0
 
 eval_interval = 500
-eval_iters = 4  # x 256 sequences = 4.2M tokens
+eval_sequences = 1024  # x 4096 = 4.2M tokens
 checkpoint_interval = 500

@@ -30,5 +30,5 @@ beta2 = 0.95
 grad_clip = 1.0
 
 eval_interval = 500
-eval_iters = 2
+eval_sequences = 1024
 checkpoint_interval = 500

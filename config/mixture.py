@@ -22,4 +22,4 @@ learning_rate = 6e-4
 lr_schedule = 'wsd'
 warmup_iters = 500
 eval_interval = 500
-eval_iters = 3  # a third of these windows from each source: val_loss/web, val_loss/code, val_loss/books
+eval_sequences = 1536  # 512 from each source: val_loss/web, val_loss/code, val_loss/books

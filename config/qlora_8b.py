@@ -35,5 +35,5 @@ beta2 = 0.95
 grad_clip = 1.0
 
 eval_interval = 50
-eval_iters = 4
+eval_sequences = 64
 checkpoint_interval = 100

@@ -24,6 +24,6 @@ warmup_iters = 80
 
 log_interval = 20
 eval_interval = 200
-eval_iters = 110  # x 8 sequences = 880 of 942 windows, nearly the whole validation split
+eval_sequences = 880  # of 942: nearly the whole validation split
 checkpoint_interval = 200
 keep_checkpoints = 1

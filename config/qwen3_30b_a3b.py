@@ -50,5 +50,5 @@ beta2 = 0.95
 grad_clip = 1.0
 
 eval_interval = 500
-eval_iters = 2
+eval_sequences = 2048
 checkpoint_interval = 500

@@ -24,5 +24,5 @@ grad_clip = 0.5
 lr_schedule = 'cos_inf'
 
 eval_interval = 200
-eval_iters = 10
+eval_sequences = 5120
 checkpoint_interval = 1000

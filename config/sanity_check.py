@@ -19,4 +19,4 @@ max_iters = 1
 warmup_iters = 0
 learning_rate = 1e-3
 log_interval = 1
-eval_iters = 1
+eval_sequences = 8

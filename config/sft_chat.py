@@ -22,5 +22,5 @@ beta2 = 0.95
 grad_clip = 1.0
 
 eval_interval = 20
-eval_iters = 4
+eval_sequences = 128
 checkpoint_interval = 50

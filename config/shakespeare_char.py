@@ -23,5 +23,5 @@ warmup_iters = 50
 
 log_interval = 50
 eval_interval = 400
-eval_iters = 145  # x 12 = 1740 windows: the whole validation split
+eval_sequences = 1740  # the whole validation split
 checkpoint_interval = 0  # one at the end

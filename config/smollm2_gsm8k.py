@@ -20,6 +20,6 @@ warmup_iters = 10
 weight_decay = 0.0
 
 eval_interval = 50
-eval_iters = 4  # all of the validation split
+eval_sequences = 32  # all of the validation split
 log_interval = 5
 checkpoint_interval = 20  # a laptop may be closed at any time: the same command goes on

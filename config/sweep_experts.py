@@ -30,5 +30,5 @@ min_lr = 0.0
 dataset = 'stdlib-bpe2048'
 dtype = 'float32'
 log_interval = 50
-eval_iters = 200  # the same 1600 windows for all
+eval_sequences = 1600
 keep_checkpoints = 0

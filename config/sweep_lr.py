@@ -24,4 +24,4 @@ min_lr = 0.0
 dataset = 'stdlib-bpe2048'
 dtype = 'float32'
 log_interval = 50
-eval_iters = 100  # the same 1600 windows for all: what a difference of losses is measured on
+eval_sequences = 1600  # what a difference of losses is measured on

@@ -29,5 +29,5 @@ dataset = 'stdlib-bpe2048'
 dtype = 'float32'
 log_interval = 20
 eval_interval = 200
-eval_iters = 110
+eval_sequences = 880
 keep_checkpoints = 0

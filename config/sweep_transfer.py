@@ -22,4 +22,4 @@ min_lr = 0.0
 dataset = 'stdlib-bytes'
 dtype = 'float32'
 log_interval = 50
-eval_iters = 50
+eval_sequences = 800

@@ -21,6 +21,6 @@ learning_rate = 1e-3
 dtype = 'float32'  # so that what differs between two runs is a mistake, and not rounding to 8 bits
 
 log_interval = 1
-eval_iters = 8
+eval_sequences = 64
 eval_interval = 30
 checkpoint_interval = 10

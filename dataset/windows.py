@@ -468,7 +468,7 @@ def _find_shards(folder, split, meta):
             )
     if not names:
         here = f'it holds {", ".join(sorted(os.listdir(folder))[:10]) or "nothing"}'
-        other = ', or validate on another dataset, --val_dataset=NAME, or on none, --eval_iters=0'
+        other = ', or validate on another dataset, --val_dataset=NAME, or on none, --eval_sequences=0'
         other = other if split == 'val' else ''
         raise FileNotFoundError(f'{folder}: no split {split!r}, {here}; prepare it again, with a --val_fraction{other}')
     return [str(folder / name) for name in names]

@@ -52,7 +52,7 @@ class Run:
     pretrained: object = None  # finetune.Pretrained if init_from is a Hugging Face folder, with native=True as well
     start_from: str | None = None  # the checkpoint that gives the first weights, if init_from is a run of this project
     train_data: object = None  # data.Mixture
-    val_data: object = None  # the same of its validation text; None if eval_iters is 0
+    val_data: object = None  # the same of its validation text; None if eval_sequences is 0
     model_config: ModelConfig | None = None  # None if a class of transformers computes the model
     tasks: object = None  # in_run.Evaluation, if the run has eval_tasks
     layout: Layout | None = None  # how the ranks divide the work
@@ -208,7 +208,7 @@ def open_data(run):
     """Open the data that dataset and, if anything is evaluated, val_dataset name."""
     config = run.config
     run.train_data = data.open_mixture(vars(config), 'train')  # a mixture of one or several datasets
-    if config.eval_iters:
+    if config.eval_sequences and config.eval_iters != 0:
         run.val_data = data.open_validation(vars(config), run.train_data)
     sources = [source for split in run.splits.values() for source in split.sources]
     if run.pretrained:

@@ -16,8 +16,8 @@ import math
 def check_keys(keys):
     """Raise ValueError if keep_best or patience is set and other keys leave no loss to compare or no checkpoint."""
     for key in ('keep_best', 'patience'):
-        if keys.get(key) and not keys['eval_iters']:
-            raise ValueError(f'{key}={keys[key]} with eval_iters=0: there is no val_loss to go by')
+        if keys.get(key) and not keys['eval_sequences']:
+            raise ValueError(f'{key}={keys[key]} with eval_sequences=0: there is no val_loss to go by')
     if keys.get('patience') and not keys['eval_interval']:
         raise ValueError(
             f'patience={keys["patience"]} with eval_interval=0: val_loss is known after the last step alone'
@@ -35,9 +35,8 @@ class Best:
         is ignored if the run now evaluates another text, or more or less of it, since losses would not compare."""
         self.patience, self.step, self.val_loss, self.worse = keys.get('patience', 0), None, None, 0
         self.is_kept = bool(keys['keep_checkpoints'] and (keys.get('keep_best') or self.patience))
-        windows = keys['eval_iters'] * keys['global_batch_size']
         prints = [source.fingerprint for source in val_data.sources] if val_data else []
-        self.evaluated = [prints, windows, keys['block_size']]
+        self.evaluated = [prints, keys['eval_sequences'], keys['block_size']]
         if saved and saved['evaluated'] == self.evaluated and None not in (saved.get('step'), saved.get('val_loss')):
             self.step, self.val_loss, self.worse = saved['step'], saved['val_loss'], saved['worse']
 

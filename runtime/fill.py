@@ -58,6 +58,12 @@ def fill_layout(run, ranks):
     run.layout = Layout.of(vars(config), run.strategy, ranks)
     if run.tokens_per_step:
         run.notes.append(run.layout.batch_line(config.batch_size, config.block_size))
+    if config.eval_iters is not None:
+        config.eval_sequences = config.eval_iters * config.global_batch_size
+        run.notes.append(
+            f'eval_iters={config.eval_iters} counts global batches: --eval_sequences={config.eval_sequences} is as '
+            'much, and the same text at any batch size'
+        )
 
 
 def fill_compile(run):
@@ -204,8 +210,8 @@ def cautions(keys, n_windows):
     Warnings for the log about settings that are legal but probably a mistake. n_windows: sequences in the training
     data. Raises ValueError for settings that are not legal.
     """
-    if keys['eval_only'] and keys['eval_iters'] == 0:
-        raise ValueError('eval_iters=0 with eval_only=True: expected 1 or more')
+    if keys['eval_only'] and keys['eval_sequences'] == 0:
+        raise ValueError('eval_sequences=0 with eval_only=True: expected 1 or more')
     trace_step, max_iters = keys['trace_step'], keys['max_iters']
     lines = []
     if trace_step > max_iters:

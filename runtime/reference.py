@@ -122,9 +122,9 @@ def refuse_other_pairs(config, path, split):
     if config.eval_only:
         raise ValueError(
             f'{given}, and the weights that the run began with are gone, unless it trains LoRA alone: give '
-            '--val_dataset and --eval_iters from the beginning, or measure both models with evaluate.py'
+            '--val_dataset and --eval_sequences from the beginning, or measure both models with evaluate.py'
         )
-    other = 'the same --val_dataset, or --eval_iters=0' if split == 'val' else 'the same --dataset'
+    other = 'the same --val_dataset, or --eval_sequences=0' if split == 'val' else 'the same --dataset'
     raise ValueError(f'{given}: resume with {other}, or begin anew in another --out_dir')
 
 

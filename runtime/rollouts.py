@@ -97,8 +97,8 @@ def reward_of(items, wanted):
 
 
 def open_prompts(run):
-    """Read what --prompts names, in the place of a dataset; fill in global_batch_size and eval_iters. Raises ValueError
-    for keys that do not fit."""
+    """Read what --prompts names, in the place of a dataset; fill in global_batch_size and eval_sequences. Raises
+    ValueError for keys that do not fit."""
     config, answers = run.config, run.config.prompts_per_step * run.config.num_generations
     if not config.prompts:
         raise ValueError(
@@ -132,7 +132,7 @@ def open_prompts(run):
             f'batch_size={config.batch_size} does not divide the {answers_of_rank} answers of a rank in a step, which '
             f'are prompts_per_step x num_generations / ranks: use --batch_size={nearest}'
         )
-    config.global_batch_size, config.eval_iters = answers, 0
+    config.global_batch_size, config.eval_sequences, config.eval_iters = answers, 0, None
     encoder = in_run.encoder_of_run(vars(config), run.pretrained)
     run.train_data = Prompts(config, encoder, run.pretrained)
 

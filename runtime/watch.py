@@ -144,7 +144,7 @@ class Watch:
         self.best.forget_unless(lambda step: step <= self.first_step and collectives.on_rank_0(self.saver.has, step))
         self.must_stop = self.must_stop or bool(self.best.why_end())  # patience had ended this run before
         # The loss before the first step, to compare with. From scratch it needs no evaluation: it is ln(vocab_size).
-        if self.first_step == 0 and not run.found and config.init_from != 'scratch' and config.eval_iters:
+        if self.first_step == 0 and not run.found and config.init_from != 'scratch' and config.eval_sequences:
             self.log.row(0, self.with_totals(0, self.evaluated(0)))
             if self.best.is_now(0):
                 save(0)
@@ -194,7 +194,7 @@ class Watch:
         return Due(
             last=last,
             log=last or step == 1 or interval(config.log_interval),
-            evaluate=bool(config.eval_iters) and (last or interval(config.eval_interval)),
+            evaluate=bool(config.eval_sequences) and (last or interval(config.eval_interval)),
             score=self.run.tasks is not None and (last or interval(config.eval_tasks_interval)),
             save=last or interval(config.checkpoint_interval) or interval(config.permanent_interval),
         )

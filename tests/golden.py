@@ -122,6 +122,8 @@ def train(tree, name, material, out_dir):
     arguments = keys_of(name, material, out_dir, material / 'model')
     if 'fragment_mix = 0.0' in (tree / 'train_diloco.py').read_text() and '--overlap_steps=1' in arguments:
         arguments.append('--fragment_mix=0.5')  # a key of earlier versions
+    if 'eval_sequences' not in (tree / 'keys.py').read_text():  # which counted global batches
+        arguments = ['--eval_iters=2' if key == '--eval_sequences=24' else key for key in arguments]
     command = [sys.executable, tree / 'tests' / 'launch.py', ranks, script, *arguments]
     ended = subprocess.run([*map(str, command)], cwd=tree, env=environment(), capture_output=True, text=True)
     return (ended.stdout + ended.stderr)[-3000:] if ended.returncode else None

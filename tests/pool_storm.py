@@ -46,7 +46,7 @@ REPLICAS, H, SPEED = 4, 10, 0.3  # of the slow one
 STEPS_PER_KILL = 10  # so many steps of the run for each kill, so that it does not end before all kills are done
 NAMES = ['a', 'b', 'c', 'slow']
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--inner_steps={H}', '--outer_momentum=0.6']
-RUN += ['--global_batch_size=8', f'--num_replicas={REPLICAS}', '--eval_interval=0', '--eval_iters=20']
+RUN += ['--global_batch_size=8', f'--num_replicas={REPLICAS}', '--eval_interval=0', '--eval_sequences=160']
 RUN += ['--max_failures=0', '--keep_deltas', '--log_interval=10', f'--checkpoint_interval={20 * H}']
 HITS = {'SIGKILL': 0.6, 'SIGTERM': 0.2, 'STOP': 0.2}
 MOMENTS = ('starts', 'trains', 'waits', 'steps')  # before its first claim; after a claim; after its delta; in between

@@ -29,7 +29,12 @@ from outputs import assert_same_rows, assert_same_weights, checkpoint_of, comple
 from runtime import checkpoint
 
 INTERVAL, EVAL_INTERVAL = 5, 7
-STORM_RUN = [*TINY_SYNTHETIC, f'--checkpoint_interval={INTERVAL}', f'--eval_interval={EVAL_INTERVAL}', '--eval_iters=6']
+STORM_RUN = [
+    *TINY_SYNTHETIC,
+    f'--checkpoint_interval={INTERVAL}',
+    f'--eval_interval={EVAL_INTERVAL}',
+    '--eval_sequences=24',
+]
 STORM_RUN += ['--max_failures=0', '--timeout_s=60']
 STORM = {
     'DDP': ('train_ddp.py', []),

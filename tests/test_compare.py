@@ -117,7 +117,7 @@ def test_keys_of_runs_come_from_variants_then_the_command_line_then_defaults():
 def test_bench_times_random_tokens_and_leaves_evaluation_and_checkpoints_out():
     given = {'n_layer': 2, 'max_iters': 19000, 'global_batch_size': 512, 'dataset': 'fineweb', 'batch_size': 16}
     keys = entries(given, bench=True, trace=True, strategies=['ddp'])['ddp']['overrides']
-    assert keys['dataset'] == 'synthetic' and keys['eval_iters'] == keys['keep_checkpoints'] == 0
+    assert keys['dataset'] == 'synthetic' and keys['eval_sequences'] == keys['keep_checkpoints'] == 0
     assert (keys['max_iters'], keys['global_batch_size'], keys['trace_step']) == (30, 32, 10)
     assert entries(given, {'max_iters'}, bench=True, strategies=['ddp'])['ddp']['overrides']['max_iters'] == 19000
 

@@ -452,12 +452,13 @@ FSDP, DILOCO = 'train_fsdp.py', 'train_diloco.py'
 READ = {
     FSDP: {
         'resume=never': ({}, {'eval_only': True}),
-        'eval_interval=7 val_dataset=x': ({}, {'eval_iters': 0}),
+        'eval_interval=7 val_dataset=x': ({}, {'eval_sequences': 0}),
         'checkpoint_interval=7 permanent_interval=7 save_errors=continue async_checkpoint=True': (
             {},
             {'keep_checkpoints': 0},
         ),
         'wandb_project=x wandb_group=x wandb_run_name=x': ({'wandb_log': True}, {}),
+        'eval_sequences=9': ({}, {'eval_iters': 2}),
         'windows=stream': ({}, {'is_chat': True}),
         'packing=False': ({'is_chat': True}, {}),
         'trust_remote_code=True': ({'transformers': True}, {}),
@@ -498,8 +499,8 @@ READ = {
         ),
         'epsilon=0.1 epsilon_high=0.1': ({'num_iterations': 2}, {}),
         'dataset=x data_dir=x': ({}, {'transformers': True}),
-        'dataset_stages=((1,),) val_dataset=x windows=documents eval_interval=9 eval_iters=9 global_batch_size=9 '
-        'loss_spike_guard=True': ({'prompts': []}, {'prompts': ['a.jsonl']}),
+        'dataset_stages=((1,),) val_dataset=x windows=documents eval_interval=9 eval_sequences=9 eval_iters=9 '
+        'global_batch_size=9 loss_spike_guard=True': ({'prompts': []}, {'prompts': ['a.jsonl']}),
     },
     DILOCO: {
         'error_feedback=True': ({'exchange_dtype': 'int8'}, {}),

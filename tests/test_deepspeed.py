@@ -142,7 +142,7 @@ def runs(tmp_path_factory, data_dir, has_slow_tests):
         on_2.append(case(f'again{stage}_half', 'train_deepspeed.py', zero, *HALF, out=f'again{stage}'))
         on_2.append(case(f'again{stage}', 'train_deepspeed.py', zero))
     on_2.append(case('deepspeed_to_fsdp', 'train_deepspeed.py', '--zero_stage=2', '--async_checkpoint', *HALF))
-    on_2.append(case('unsaved', 'train_deepspeed.py', '--zero_stage=2', '--keep_checkpoints=0', '--eval_iters=0'))
+    on_2.append(case('unsaved', 'train_deepspeed.py', '--zero_stage=2', '--keep_checkpoints=0', '--eval_sequences=0'))
     on_2 += [lora('lora2', 'train_deepspeed.py', '--zero_stage=2'), lora('lora3', 'train_deepspeed.py', *STAGE_3)]
     for stage, dtype in ((1, 'bfloat16'), (2, 'float32'), (3, 'float32')):
         more = [f'--zero_stage={stage}', f'--dtype={dtype}', '--loss_spike_guard', '--checkpoint_interval=2']

@@ -703,7 +703,15 @@ def test_a_model_answers_what_it_has_learned_and_a_random_one_is_at_chance(tmp_p
     rows = [{'context': f'{name} has a', 'choices': animals, 'gold': animals.index(has[name])} for name in names]
     task = write_rows(tmp_path / 'facts.jsonl', rows)
     model = ['--arch=llama', '--n_layer=2', '--n_head=2', '--n_embd=64', '--block_size=64', '--batch_size=32']
-    run = [*model, '--dataset=facts', data[0], '--device=cpu', '--dtype=float32', '--eval_iters=0', '--compile=False']
+    run = [
+        *model,
+        '--dataset=facts',
+        data[0],
+        '--device=cpu',
+        '--dtype=float32',
+        '--eval_sequences=0',
+        '--compile=False',
+    ]
     trained = ['--learning_rate=3e-3', '--max_iters=120', '--warmup_iters=10']
     scores = {}
     for name, keys in (('random', ['--max_iters=1', '--learning_rate=1e-9']), ('trained', trained)):

@@ -328,7 +328,7 @@ def runs(data_dir, tmp_path_factory, has_slow_tests):
     ('exact')."""
     folder = tmp_path_factory.mktemp('runs')
     keys = [*MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--data_dir={data_dir}', '--global_batch_size=12']
-    keys += ['--max_iters=10', '--lr_decay_iters=50', '--keep_checkpoints=0', '--eval_iters=1']
+    keys += ['--max_iters=10', '--lr_decay_iters=50', '--keep_checkpoints=0', '--eval_sequences=8']
 
     def case(name, script, *more, matmul_dtype='float8'):
         more = [f'--out_dir={folder / name}', f'--matmul_dtype={matmul_dtype}', *more]

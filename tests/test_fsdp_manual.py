@@ -705,7 +705,7 @@ def test_a_stage_that_the_implementation_lacks_gets_one_line(tmp_path):
 def test_a_rank_that_stops_answering_ends_the_others_within_timeout_s(tmp_path):
     """Rank 1 freezes (SIGSTOP) in the middle of training: the other says so within timeout_s, and ends."""
     arguments = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=2', '--vocab_size=97']
-    arguments += ['--dataset=synthetic', '--device=cpu', '--max_iters=100000', '--log_interval=1', '--eval_iters=1']
+    arguments += ['--dataset=synthetic', '--device=cpu', '--max_iters=100000', '--log_interval=1', '--eval_sequences=8']
     arguments += ['--fsdp_impl=manual', '--timeout_s=10', f'--out_dir={tmp_path / "run"}']
     job = Job('train_fsdp.py', arguments, 2, tmp_path / 'log')
     job.wait_for(lambda: last_step(tmp_path / 'run') > 0)

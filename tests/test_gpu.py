@@ -25,8 +25,9 @@ pytestmark = [
 ]
 KEYS = dict(
     dataset='synthetic', vocab_size=256, arch='llama', n_layer=3, n_head=4, n_kv_head=2, n_embd=128, block_size=128,
-    batch_size=4, global_batch_size=8, max_iters=20, log_interval=1, eval_interval=0, eval_iters=0, lr_decay_iters=20,
-    learning_rate=1e-3, warmup_iters=2, device=DEVICE, dtype='float32', compile=False, deterministic=True,
+    batch_size=4, global_batch_size=8, max_iters=20, log_interval=1, eval_interval=0, eval_sequences=0,
+    lr_decay_iters=20, learning_rate=1e-3, warmup_iters=2, device=DEVICE, dtype='float32', compile=False,
+    deterministic=True,
 )  # fmt: skip
 RUNS = {
     'cpu': ('train_ddp.py', {'device': 'cpu'}),
@@ -105,7 +106,7 @@ def test_a_bad_step_is_left_out_by_the_device(tmp_path):
 @pytest.mark.parametrize('name', ['ddp', 'manual3'])
 def test_compiled_in_half_precision_the_loss_is_near_and_nothing_is_compiled_twice(runs, tmp_path, name):
     """Except for evaluation, which keeps nothing for backward: one more graph of a block, and on a GPU of the loss."""
-    keys = {'compile': True, 'dtype': 'bfloat16', 'eval_interval': 5, 'eval_iters': 1, 'deterministic': False}
+    keys = {'compile': True, 'dtype': 'bfloat16', 'eval_interval': 5, 'eval_sequences': 8, 'deterministic': False}
     script, strategy = RUNS[name]
     result = run(tmp_path, script, runs.keys | strategy | keys, TORCH_LOGS='recompiles')
     why = r'Recompiling function (\w+).*\n.*guard failure.*\n.* - \d+/\d+: (?:GLOBAL_STATE changed: )?(\S+)'

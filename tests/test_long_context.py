@@ -18,7 +18,7 @@ from huggingface.finetune import Pretrained, for_training, load
 from model import GPT, ModelConfig, yarn_frequencies
 from runtime import checkpoint
 
-RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--dtype=float32', '--eval_iters=1', '--checkpoint_interval=2']
+RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--dtype=float32', '--eval_sequences=8', '--checkpoint_interval=2']
 SHORT = 32  # block_size of TINY_MODEL
 
 
@@ -130,7 +130,7 @@ def test_a_context_that_was_extended_is_extended_again_from_the_first(runs, data
 
 @pytest.mark.slow
 def test_its_config_extends_a_run_on_two_ranks_that_share_each_sequence(runs, data_dir):
-    keys = [*TINY_RUN[:1], '--dataset=tiny', f'--data_dir={data_dir}', '--dtype=float32', '--eval_iters=1']
+    keys = [*TINY_RUN[:1], '--dataset=tiny', f'--data_dir={data_dir}', '--dtype=float32', '--eval_sequences=8']
     keys += ['--max_iters=2', '--log_interval=1', f'--init_from={runs}/short', f'--block_size={4 * SHORT}']
     losses = []
     for ranks in (1, 2):
@@ -195,7 +195,7 @@ def test_a_model_of_transformers_is_extended_as_transformers_does_it(kind, tmp_p
 def test_a_fine_tuned_model_keeps_its_longer_context(tmp_path):
     folder = save_model(tmp_path / 'llama', 'llama')
     keys = [*TINY_RUN, '--dataset=synthetic', '--dtype=float32', '--max_iters=2']
-    keys += ['--eval_iters=1', f'--init_from={folder}', f'--block_size={2 * POSITIONS}', '--batch_size=1']
+    keys += ['--eval_sequences=8', f'--init_from={folder}', f'--block_size={2 * POSITIONS}', '--batch_size=1']
     for name, key in {'yarn': '--yarn=2', 'theta': '--rope_theta=50000'}.items():
         out = tmp_path / name
         run_forked('train_fsdp.py', *keys, key, f'--out_dir={out}', log=tmp_path / f'{name}.log')

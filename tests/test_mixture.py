@@ -419,7 +419,7 @@ def test_documents_need_a_token_that_ends_them(tmp_path):
 def test_a_run_over_packed_documents_is_one_over_single_documents(tmp_path, script, nproc):
     """20 steps of a script beside a loop that gives the model one document at a time."""
     make_documents(tmp_path, 'docs', LENGTHS * 20)
-    options = ['--dataset=docs', '--windows=documents', '--max_iters=20', '--arch=llama', '--eval_iters=0']
+    options = ['--dataset=docs', '--windows=documents', '--max_iters=20', '--arch=llama', '--eval_sequences=0']
     text = run(tmp_path, tmp_path / 'out', script, *options, nproc=nproc)
     assert 'windows=documents: ' in text
     rows = metrics(tmp_path / 'out')

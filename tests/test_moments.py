@@ -546,7 +546,7 @@ def test_a_checkpoint_of_2_ranks_is_the_same_on_1_2_and_3_and_by_way_of_float32(
 
 SIZES = ['--n_layer=2', '--n_head=2', '--n_embd=68', '--mlp_hidden_dim=300', '--block_size=32', '--batch_size=2']
 RUN = [*SIZES, *TINY_RUN, '--dataset=tiny', '--global_batch_size=12', '--dtype=float32', '--lr_decay_iters=12']
-RUN += ['--arch=llama', '--beta2=0.999', '--eval_iters=1', '--keep_checkpoints=1']
+RUN += ['--arch=llama', '--beta2=0.999', '--eval_sequences=8', '--keep_checkpoints=1']
 WAYS = {
     'ddp': ('train_ddp.py',),
     'fsdp': ('train_fsdp.py',),

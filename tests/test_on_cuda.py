@@ -88,7 +88,7 @@ SHORT_IN_DTYPES = [(name, dtype) for name, dtype in IN_DTYPES if dtype == 'bfloa
 SCRATCH = '--arch=llama --n_layer=3 --n_head=4 --n_kv_head=2 --n_embd=64 --mlp_hidden_dim=128'.split()
 STEPS = 2
 RUN = [*TINY_RUN, '--block_size=48', '--batch_size=2', '--global_batch_size=4', f'--max_iters={STEPS}']
-RUN += ['--num_epochs=None', '--eval_interval=0', '--eval_iters=1', '--keep_checkpoints=0', '--warmup_iters=0']
+RUN += ['--num_epochs=None', '--eval_interval=0', '--eval_sequences=8', '--keep_checkpoints=0', '--warmup_iters=0']
 
 
 def exists(model, way, dtype, trained, checkpointing, data):

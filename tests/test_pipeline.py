@@ -456,7 +456,7 @@ def test_memory_of_activations_is_as_predicted(on_4_ranks):
 # --- runs of the script -----------------------------------------------------------------------------------------------
 
 RUN = [*TINY_SYNTHETIC, '--n_layer=4', '--max_iters=20', '--global_batch_size=12', '--keep_checkpoints=1']
-RUN += ['--eval_interval=10', '--grad_clip=0.5', '--eval_iters=1', '--lr_decay_iters=20']
+RUN += ['--eval_interval=10', '--grad_clip=0.5', '--eval_sequences=12', '--lr_decay_iters=20']
 LAYOUT = {  # name: (ranks, script, keys); 6 micro-steps on one pipeline, 3 on each of two
     'one': (1, 'train_ddp.py', []),
     '2 stages': (2, 'train_pipeline.py', []),
@@ -547,7 +547,7 @@ def test_one_nan_in_one_gradient_of_one_stage_costs_one_step_on_all(tmp_path):
 
 def test_a_killed_rank_ends_the_run_and_the_same_command_resumes_it_and_a_file_stop_ends_it(tmp_path):
     out_dir = tmp_path / 'run'
-    keys = [*FAULTS, '--checkpoint_interval=2', '--eval_interval=0', '--eval_iters=0', f'--out_dir={out_dir}']
+    keys = [*FAULTS, '--checkpoint_interval=2', '--eval_interval=0', '--eval_sequences=0', f'--out_dir={out_dir}']
     keys += ['--max_iters=100000']
     job = Job('train_pipeline.py', keys, 4, tmp_path / 'log')
     job.wait_for(lambda: complete(out_dir))

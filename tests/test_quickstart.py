@@ -33,7 +33,7 @@ def bash(*command, folder, **env):
 
 @pytest.mark.slow
 def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
-    short = ['quickstart.sh', '--max_iters=3', '--eval_iters=1', '--warmup_iters=1']
+    short = ['quickstart.sh', '--max_iters=3', '--eval_sequences=8', '--warmup_iters=1']
     first = bash(*short, folder=clone)
     assert first.returncode == 0, first.stdout + first.stderr
     assert '; 2 x cpu' in first.stdout or len(os.sched_getaffinity(0)) < 2

@@ -41,7 +41,7 @@ def tuned(real, tmp_path_factory):
     prepared = run_script('prepare_data.py', f'--dataset={folder}/sums.jsonl', f'--tokenizer={real}/smollm2', *data)
     assert '【It is' in prepared.stdout and '<|im_end|>】' in prepared.stdout
     keys = ['--block_size=128', '--batch_size=2', '--global_batch_size=2', '--max_iters=6', '--warmup_iters=1']
-    keys += [f'--init_from={real}/smollm2', '--dataset=sums', data[1], f'--out_dir={folder}/out', '--eval_iters=1']
+    keys += [f'--init_from={real}/smollm2', '--dataset=sums', data[1], f'--out_dir={folder}/out', '--eval_sequences=8']
     result = run_script('train_ddp.py', 'config/smollm2_gsm8k.py', *keys, '--dtype=float32', '--eval_interval=3')
     assert "model.py's logits are those of" in result.stdout
     return folder / 'out'

@@ -14,7 +14,7 @@ from model import GPT, ModelConfig
 
 STEPS, LOGGED = 10, 3  # steps 1, 5 and 10
 TINY = '--n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=2 --global_batch_size=8 --vocab_size=64'.split()
-TINY += ['--device=cpu', '--dataset=synthetic', '--eval_iters=0', '--keep_checkpoints=0', '--log_interval=5']
+TINY += ['--device=cpu', '--dataset=synthetic', '--eval_sequences=0', '--keep_checkpoints=0', '--log_interval=5']
 ON_THE_HOST = {
     'health.py: total, *flags = numbers.tolist()': STEPS,  # of the step before, copied while this one was queued
     'optim.py: for index, (gradient, t) in enumerate(zip(gradients, self.steps.tolist(), strict=True)):': 2 * STEPS,

@@ -480,7 +480,7 @@ def test_the_script_logs_what_one_process_logs_and_a_checkpoint_changes_script_a
 
 
 def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
-    keys = [*TINY_SYNTHETIC, '--eval_iters=0', '--tensor_parallel=2', '--max_iters=4', '--checkpoint_interval=1']
+    keys = [*TINY_SYNTHETIC, '--eval_sequences=0', '--tensor_parallel=2', '--max_iters=4', '--checkpoint_interval=1']
     keys += ['--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
     job = Job('train_parallel.py', keys, 2, tmp_path / 'log', {'kind': 'nan', 'rank': 1, 'step': 3})
     assert job.wait() == [0, 0], job.text()
@@ -492,7 +492,7 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
 
 @pytest.mark.slow
 def test_an_overflow_in_fp16_on_one_rank_costs_one_step_on_all(tmp_path):
-    keys = [*TINY_SYNTHETIC, '--eval_iters=0', '--tensor_parallel=2', '--max_iters=5', '--checkpoint_interval=1']
+    keys = [*TINY_SYNTHETIC, '--eval_sequences=0', '--tensor_parallel=2', '--max_iters=5', '--checkpoint_interval=1']
     keys += ['--dtype=float16', '--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
     job = Job('train_parallel.py', keys, 2, tmp_path / 'log', {'kind': 'overflow', 'rank': 1, 'step': 4})
     assert job.wait() == [0, 0], job.text()

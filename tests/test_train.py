@@ -11,7 +11,7 @@ from precision import apart, assert_same_run
 from short import slow_but
 
 MANUAL = ('--fsdp_impl=manual',)
-BARE = ('--max_iters=3', '--keep_checkpoints=0', '--eval_iters=0', '--trace_step=2', '--checkpoint_interval=1')
+BARE = ('--max_iters=3', '--keep_checkpoints=0', '--eval_sequences=0', '--trace_step=2', '--checkpoint_interval=1')
 GLOBAL_BATCH = 12
 
 
@@ -48,7 +48,7 @@ finally:
 with open(f'{{config.out_dir}}/seeds_{{rank}}.json', 'w') as file:
     json.dump(seeds, file)
 """
-COMPLETEP = ('--arch=enoki', '--parametrization=completep', '--base_width=8', '--base_depth=2', '--eval_iters=1')
+COMPLETEP = ('--arch=enoki', '--parametrization=completep', '--base_width=8', '--base_depth=2', '--eval_sequences=8')
 SCALED = ('adamw', 'adana', 'muon')
 OUTER_IS_INNER = ('--num_replicas=1', '--inner_steps=5', '--outer_lr=1', '--outer_momentum=0')
 STILL = ('--max_iters=3', '--learning_rate=1e-50', '--eval_interval=1')  # Adam runs, but its updates are 0 in fp32

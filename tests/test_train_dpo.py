@@ -53,7 +53,7 @@ RUN = [
     '--warmup_iters=0',
 ]
 RUN += ['--device=cpu', '--dtype=float32', '--learning_rate=1e-3', '--lr_schedule=constant', '--weight_decay=0']
-RUN += ['--log_interval=1', '--eval_interval=2', '--eval_iters=1', '--checkpoint_interval=2', '--compile=False']
+RUN += ['--log_interval=1', '--eval_interval=2', '--eval_sequences=8', '--checkpoint_interval=2', '--compile=False']
 FACTS = 'loss grad_norm rewards/chosen rewards/rejected rewards/margins logps/chosen logps/rejected'.split()
 
 
@@ -347,7 +347,7 @@ def test_a_trained_run_is_evaluated_on_other_pairs_if_its_first_weights_are_ther
     shutil.copytree(folder / 'data' / 'pairs', new)
     del meta['splits']['val']  # so that the training pairs are evaluated
     (new / 'meta.json').write_text(json.dumps(meta))
-    given = ['--eval_only', '--val_dataset=new', '--eval_iters=9']
+    given = ['--eval_only', '--val_dataset=new', '--eval_sequences=72']
     fork_script('train_dpo.py', *keys_of(folder, runs[0]['lora'], *LORA, *given))
     last = (runs[0]['lora'] / 'train.log').read_text().splitlines()[-1]
     loss, accuracy = re.search(r' step 4 \| val loss (.*), accuracy (.*), margin ', last).groups()
@@ -356,10 +356,12 @@ def test_a_trained_run_is_evaluated_on_other_pairs_if_its_first_weights_are_ther
     assert 'has no reference of this val data, and the weights that the run began with are gone' in line
 
     own = folder / 'unvalidated'
-    fork_script('train_dpo.py', *keys_of(folder, own, '--dataset=new', '--eval_iters=0'))
+    fork_script('train_dpo.py', *keys_of(folder, own, '--dataset=new', '--eval_sequences=0'))
     assert column(own, 'loss') == column(runs[0]['one'], 'loss')
     (line,) = refusals([['train_dpo.py', *keys_of(folder, own, '--dataset=new', '--val_dataset=pairs')]])
-    assert 'has no reference of this val data: resume with the same --val_dataset, or --eval_iters=0, or begin' in line
+    assert (
+        'has no reference of this val data: resume with the same --val_dataset, or --eval_sequences=0, or begin' in line
+    )
 
 
 # --- the pieces -------------------------------------------------------------------------------------------------------

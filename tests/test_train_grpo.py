@@ -212,7 +212,7 @@ MASKED = ['--mask_truncated=True', '--scale_rewards=group']
 CASES = {  # name: (ranks, the case that it has to equal, keys)
     'one': (1, None, []),
     'accumulated by sixes': (1, 'one', ['--batch_size=6']),
-    'unpacked': (1, 'one', ['--packing=False', '--eval_iters=5', '--eval_interval=3', '--global_batch_size=7']),
+    'unpacked': (1, 'one', ['--packing=False', '--eval_sequences=35', '--eval_interval=3', '--global_batch_size=7']),
     'written by fives': (1, 'one', ['--generation_batch_size=5']),
     'native': (1, 'one', ['--native=True']),
     'lora': (1, None, LORA),
@@ -342,7 +342,7 @@ def test_tasks_are_scored_with_as_many_examples_as_prompts_have(folder, tmp_path
 def test_keys_of_a_dataset_say_that_they_have_no_effect_with_the_values_that_were_typed(runs):
     log = (runs[0]['unpacked'] / 'train.log').read_text()
     lines = [line.split(' WARNING: ')[1] for line in log.splitlines() if ' has no effect here' in line]
-    given = ('eval_interval=3', 'eval_iters=5', 'global_batch_size=7')
+    given = ('eval_interval=3', 'eval_sequences=35', 'global_batch_size=7')
     assert sorted(lines) == [
         f'{key} has no effect here, only in scripts that learn from a dataset: here it is --prompts' for key in given
     ]
@@ -448,7 +448,14 @@ def test_an_epoch_is_of_prompts(folder):
     run, _ = tiny_run(folder)
     config, prompts = run.config, run.train_data
     assert fill.iterations_of_epochs(1, prompts.n_windows, config.global_batch_size) == 4  # 20 prompts by sixes
-    keys = {'eval_only': False, 'eval_iters': 0, 'trace_step': 0, 'max_iters': 4, 'trace_memory': False, 'min_lr': 1}
+    keys = {
+        'eval_only': False,
+        'eval_sequences': 0,
+        'trace_step': 0,
+        'max_iters': 4,
+        'trace_memory': False,
+        'min_lr': 1,
+    }
     keys |= {'device': 'cpu', 'warmup_iters': 0, 'lr_decay_iters': 4, **vars(config)}
     assert fill.cautions(keys, prompts.n_windows) == []
     keys |= {'prompts_per_step': 21, 'global_batch_size': 21 * GROUP}

@@ -17,7 +17,7 @@ from short import slow_but
 import data
 from runtime import checkpoint
 
-LENGTH, SEQUENCES = 48, 12
+LENGTH, SEQUENCES, EVALUATED = 48, 12, 24
 COMMON = [*TINY_RUN, '--batch_size=2', f'--global_batch_size={SEQUENCES}', '--dtype=float32', '--warmup_iters=0']
 COMMON += ['--lr_schedule=constant', '--eval_interval=0', '--log_interval=0']
 
@@ -95,11 +95,11 @@ def test_a_dataset_of_its_own_is_validated_on_from_step_0(model, prepared, tmp_p
     first, *_, last = metrics(tmp_path)
     assert first['step'] == first['tokens'] == 0 and 'loss' not in first
     assert first['val_loss'] == pytest.approx(
-        loss_of_folder(model, prepared, dataset, 'train', 2 * size), rel=4 * APART
+        loss_of_folder(model, prepared, dataset, 'train', EVALUATED), rel=4 * APART
     )
     bits = first['val_loss'] / math.log(2)
     if dataset == 'test':
-        per_byte = bits / bytes_per_token(model, prepared, dataset, 'train', 2 * size)
+        per_byte = bits / bytes_per_token(model, prepared, dataset, 'train', EVALUATED)
         assert first['val_bpb'] == pytest.approx(per_byte, rel=1e-12)
     assert ('val_bpb' in first) == (dataset == 'test')  # a template is no text
     assert last['step'] == 2 and last['tokens'] == 2 * size * LENGTH and last['val_loss'] != first['val_loss']
@@ -138,11 +138,25 @@ def test_weights_of_an_earlier_run_are_evaluated_at_step_0_and_those_from_scratc
     assert len(losses) == 2 and losses[0] == pytest.approx(column(tmp_path / 'first', 'val_loss')[-1], rel=4 * APART)
 
 
+def test_runs_with_other_batches_are_validated_on_the_same_text(data_dir, tmp_path):
+    """So many that two ranks of three have a row less; eval_iters, which earlier versions had, still counts batches."""
+    keys = [*TINY_MODEL, *COMMON, f'--data_dir={data_dir}', '--dataset=tiny', f'--out_dir={tmp_path}', '--max_iters=1']
+    fork_script('train_ddp.py', *keys)
+    (after,) = column(tmp_path, 'val_loss')
+    keys += ['--eval_only', '--eval_sequences=25', f'--init_from={tmp_path}', f'--out_dir={tmp_path / "other"}']
+    others = {'48': ([], 1), '12': ([], 1), '6': ([], 3), '24': (['--eval_iters=1'], 1)}
+    for size, (more, nproc) in others.items():
+        said = fork_script('train_ddp.py', *keys, f'--global_batch_size={size}', *more, nproc=nproc)[0].stdout
+        others[size] = re.search(r'val loss (\d\.\d+)', said)[1]
+    assert others['48'] == others['12'] == others['6'] != others['24'] == f'{after:.4f}'
+    assert 'eval_iters=1 counts global batches: --eval_sequences=24 is as much' in said
+
+
 @pytest.mark.parametrize(('nproc', 'other', 'windows'), [(1, 'test', 'stream'), (3, 'chats', 'documents')])
 def test_several_datasets_to_validate_on_have_a_loss_each(model, prepared, tmp_path, nproc, other, windows):
     """9 windows of each, so that on 3 ranks one has a row less than others, and one no row."""
     keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
-    keys += ['--global_batch_size=18', '--eval_iters=1', f'--val_dataset=text:0.75,{other}:0.25']
+    keys += ['--eval_sequences=18', f'--val_dataset=text:0.75,{other}:0.25']
     fork_script('train_ddp.py', *keys, f'--windows={windows}', f'--out_dir={tmp_path}', '--eval_only', nproc=nproc)
     (row,) = metrics(tmp_path)
     splits = {'text': 'val', other: 'train'}
@@ -185,15 +199,15 @@ def test_a_run_that_evaluates_nothing_needs_no_text_for_it(prepared, tmp_path, n
     nproc, (script, *more) = UNVALIDATED[name]
     keys = [script, *TINY_MODEL, *COMMON, *(key.format(tmp_path) for key in more), '--max_iters=2', '--log_interval=1']
     keys += [f'--data_dir={prepared}', '--dataset=test', f'--out_dir={tmp_path}']
-    fork_script(*keys, '--eval_iters=0', nproc=nproc)
+    fork_script(*keys, '--eval_sequences=0', nproc=nproc)
     assert len(column(tmp_path, 'loss')) == 2 and column(tmp_path, 'val_loss') == []
     needing = {
-        '--eval_iters=1': "no split 'val', it holds .* or on none, --eval_iters=0",
-        '--eval_only': 'eval_iters=0 with eval_only=True: expected 1 or more',
-        '--keep_best': 'keep_best=True with eval_iters=0: there is no val_loss to go by',
+        '--eval_sequences=9': "no split 'val', it holds .* or on none, --eval_sequences=0",
+        '--eval_only': 'eval_sequences=0 with eval_only=True: expected 1 or more',
+        '--keep_best': 'keep_best=True with eval_sequences=0: there is no val_loss to go by',
     }
     for asked, problem in needing.items() if name == 'ddp' else ():
-        (ended,) = fork_script(*keys, '--eval_iters=0', asked, check=False)
+        (ended,) = fork_script(*keys, '--eval_sequences=0', asked, check=False)
         assert ended.returncode == 1 and re.search(problem, ended.stderr) and len(ended.stderr.splitlines()) == 1
 
 
@@ -282,7 +296,7 @@ def test_the_best_of_another_validation_text_does_not_count(data_dir, tmp_path):
 @pytest.mark.parametrize(
     ('keys', 'problem'),
     [
-        (['--patience=2', '--eval_iters=0'], 'patience=2 with eval_iters=0: there is no val_loss to go by'),
+        (['--patience=2', '--eval_sequences=0'], 'patience=2 with eval_sequences=0: there is no val_loss to go by'),
         (['--patience=2', '--eval_interval=0'], 'patience=2 with eval_interval=0'),
         (['--keep_best', '--keep_checkpoints=0'], 'keep_best=True with keep_checkpoints=0'),
     ],

@@ -38,7 +38,13 @@ def train(folder, data_dir, steps_per_leg):
     """Both runs: {'legs': [[name, first step, last step]], 'alone': [loss of each step], 'changing': [the same]}."""
     steps = steps_per_leg * len(LEGS)
     keys = [f'--data_dir={data_dir}', '--dtype=float32', '--device=cpu', f'--lr_decay_iters={steps}']
-    keys += ['--warmup_iters=40', '--log_interval=1', '--eval_interval=0', '--eval_iters=0', '--checkpoint_interval=0']
+    keys += [
+        '--warmup_iters=40',
+        '--log_interval=1',
+        '--eval_interval=0',
+        '--eval_sequences=0',
+        '--checkpoint_interval=0',
+    ]
     shutil.rmtree(folder, ignore_errors=True)
     alone, changing = folder / 'alone', folder / 'changing'
     legs = []

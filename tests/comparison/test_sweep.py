@@ -199,7 +199,7 @@ sweep = {'learning_rate': [1e-3, 1e-2, 1e5]}
 seeds = [1, 2]
 arch, n_layer, n_head, n_embd, block_size, batch_size = 'llama', 1, 2, 16, 16, 2
 dataset, vocab_size, dtype = 'synthetic', 64, 'float32'
-max_iters, log_interval, eval_iters, warmup_iters, grad_clip = 12, 1, 2, 0, 0.0
+max_iters, log_interval, eval_sequences, warmup_iters, grad_clip = 12, 1, 16, 0, 0.0
 device = 'cpu'
 """
 
@@ -245,7 +245,7 @@ def test_runs_whose_length_follows_from_heads(tmp_path):
 @pytest.mark.slow
 def test_a_job_that_is_cut_by_its_time_limit_goes_on_from_its_checkpoint(tmp_path):
     keys = {'arch': 'llama', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2}
-    keys |= {'dataset': 'synthetic', 'vocab_size': 64, 'device': 'cpu', 'eval_iters': 0, 'keep_checkpoints': 0}
+    keys |= {'dataset': 'synthetic', 'vocab_size': 64, 'device': 'cpu', 'eval_sequences': 0, 'keep_checkpoints': 0}
     keys |= {'max_iters': 100_000, 'log_interval': 1}
     entry = {'label': 'run', 'script': 'train_ddp.py', 'world_size': 1, 'overrides': keys}
     assert list(jobs.numbered(tmp_path, [('seed1', entry)])) == [0] and jobs.runs_of(tmp_path) == [['seed1', entry]]
@@ -269,7 +269,7 @@ MISTAKES = {
     "recipes = {'a b': {}}": "recipes: 'a b'",
     "sweep, bench = {'seed': [1, 2]}, True": 'leave out --bench',
     "sweep = {'data_dir': ['a/b', 'c']}": 'use recipes',
-    "sweep, eval_iters = {'n_layer': [1]}, 0": 'compares validation losses',
+    "sweep, eval_sequences = {'n_layer': [1]}, 0": 'compares validation losses',
     "sweep, seeds = {'n_layer': [1]}, []": 'expected one seed',
 }
 

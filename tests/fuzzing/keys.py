@@ -127,7 +127,7 @@ TABLE = {
     'eval_tasks_limit': (3, 'eval_tasks', ([], ['a.jsonl']), (['a.jsonl'],)),
     'wandb_project': ('x', 'wandb_log', (False, True), (True,)),
     'async_checkpoint': (True, 'keep_checkpoints', (0, 1), (1,)),
-    'val_dataset': ('x', 'eval_iters', (0, 1), (1,)),
+    'val_dataset': ('x', 'eval_sequences', (0, 1), (1,)),
 }
 
 

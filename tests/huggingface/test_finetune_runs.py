@@ -509,7 +509,7 @@ def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(tmp_path):
     fork_script('prepare_data.py', f'--dataset={source}', *keys)
     keys = [f'--init_from={model}', f'--data_dir={tmp_path}', f'--out_dir={tmp_path / "out"}', f'--max_iters={steps}']
     keys += [f'--block_size={length}', f'--batch_size={batch // 2}', f'--global_batch_size={batch}']
-    keys += [f'--learning_rate={rate}', f'--eval_iters={rounds}']
+    keys += [f'--learning_rate={rate}', f'--eval_sequences={rounds * batch}']
     fork_script('train_fsdp.py', *RUN, *keys, nproc=2)
 
     train_data, val_data = (

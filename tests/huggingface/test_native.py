@@ -191,7 +191,13 @@ def test_weights_that_lack_or_have_another_shape_are_named(tmp_path):
 
 STEPS = 4
 RUN = [*TINY_RUN, '--block_size=48', '--global_batch_size=12', '--batch_size=1', '--dtype=float32', '--eval_interval=2']
-RUN += ['--lr_schedule=constant', '--warmup_iters=0', '--dataset=chats', '--eval_iters=1', '--checkpoint_interval=2']
+RUN += [
+    '--lr_schedule=constant',
+    '--warmup_iters=0',
+    '--dataset=chats',
+    '--eval_sequences=8',
+    '--checkpoint_interval=2',
+]
 RUN += ['--keep_checkpoints=3', f'--max_iters={STEPS}', '--native=True']
 ALONE = ['--inner_steps=2', '--outer_lr=1', '--outer_momentum=0']
 # The layouts that classes of transformers cannot have, and one of each kind that they can have.

@@ -21,7 +21,7 @@ SHAPE = {'arch': 'qwen3', 'n_layer': 3, 'n_head': 4, 'n_embd': 128, 'vocab_size'
 SHAPE |= {'n_experts': 4, 'experts_per_token': 4, 'expert_hidden_dim': 96}
 RUN = [f'--{key}={value}' for key, value in SHAPE.items()]
 RUN += ['--device=cpu', '--dataset=synthetic', '--batch_size=2', '--log_interval=1', '--max_iters=2', '--compile=False']
-RUN += ['--warmup_iters=1', '--eval_iters=0', '--keep_checkpoints=0']
+RUN += ['--warmup_iters=1', '--eval_sequences=0', '--keep_checkpoints=0']
 MANUAL, FULL = '--fsdp_impl=manual', '--activation_checkpointing=full'
 SHARDED, BF16 = '--accumulate=sharded', '--dtype=bfloat16'
 SELECTIVE = '--activation_checkpointing=selective'

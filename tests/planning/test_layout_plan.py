@@ -215,7 +215,7 @@ def test_measured_links_are_taken_as_they_are():
 def alone(tmp_path_factory):
     """The out_dir of a run of one process."""
     out_dir = tmp_path_factory.mktemp('alone')
-    keys = ['--max_iters=16', '--batch_size=4', '--global_batch_size=8', '--eval_iters=0', '--keep_checkpoints=0']
+    keys = ['--max_iters=16', '--batch_size=4', '--global_batch_size=8', '--eval_sequences=0', '--keep_checkpoints=0']
     fork_script('train_ddp.py', *TINY_SYNTHETIC, *keys, f'--out_dir={out_dir}')
     return out_dir
 

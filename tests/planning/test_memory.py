@@ -63,7 +63,7 @@ def config_of(shape, **changes):
         'lr_decay_iters': 1000,
         'min_lr': 6e-5,
         'keep_checkpoints': 2,
-        'eval_iters': 20,
+        'eval_sequences': 160,
         'eval_only': False,
         'trace_step': 0,
         'trace_memory': False,
@@ -644,7 +644,7 @@ def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_m
 
 MEASURED = ['--device=cpu', '--dataset=synthetic', '--vocab_size=512', '--n_layer=3', '--n_head=4', '--n_embd=128']
 MEASURED += ['--mlp_hidden_dim=500', '--block_size=16', '--batch_size=2', '--log_interval=1', '--max_iters=2']
-MEASURED += ['--warmup_iters=1', '--eval_iters=0', '--keep_checkpoints=0', '--compile=False']
+MEASURED += ['--warmup_iters=1', '--eval_sequences=0', '--keep_checkpoints=0', '--compile=False']
 ENGINES = {
     'ddp': ('train_ddp.py',),
     'torch': ('train_fsdp.py',),

@@ -105,7 +105,7 @@ def test_a_job_divides_by_the_targets_of_its_own_part_of_the_batch(tmp_path):
     model = save_model(tmp_path / 'model', 'gpt2')
     write_chats(tmp_path / 'chats.jsonl')
     prepare(tmp_path, f'--dataset={tmp_path / "chats.jsonl"}', f'--tokenizer={model}', '--name=chats', '--num_proc=1')
-    keys = ['--dataset=chats', f'--data_dir={tmp_path / "data"}', '--max_iters=8', '--eval_iters=0']
+    keys = ['--dataset=chats', f'--data_dir={tmp_path / "data"}', '--max_iters=8', '--eval_sequences=0']
     jobs = [start(model, tmp_path, name, *keys, '--quorum=2', '--grace_s=120') for name in ('first', 'second')]
     for job in jobs:
         finish(job)

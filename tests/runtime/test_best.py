@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from runtime.best import Best
 
-KEYS = {'keep_best': False, 'patience': 2, 'keep_checkpoints': 1, 'eval_iters': 3, 'global_batch_size': 4}
+KEYS = {'keep_best': False, 'patience': 2, 'keep_checkpoints': 1, 'eval_sequences': 12}
 KEYS |= {'block_size': 32}
 
 
@@ -34,7 +34,7 @@ def test_what_is_not_finite_is_never_better_and_anything_is_better_than_that():
 def test_a_run_that_goes_on_counts_on_unless_another_text_is_evaluated():
     saved = json.loads(json.dumps(best_of([3.0, 3.5]).state()))  # as state.json has it
     assert best_of([3.2], saved).why_end()
-    for other in ({'text': 'another text'}, {'eval_iters': 4}, {'block_size': 16}):
+    for other in ({'text': 'another text'}, {'eval_sequences': 16}, {'block_size': 16}):
         again = best_of([3.2], saved, **other)
         assert again.step == 0 and again.val_loss == 3.2 and not again.why_end()
 

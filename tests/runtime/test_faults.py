@@ -41,7 +41,7 @@ SCRIPTS = {
     ),
     'diloco': ('train_diloco.py', ['--num_replicas=1', '--inner_steps=5']),
 }
-RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=5', '--eval_interval=0', '--eval_iters=2']
+RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=5', '--eval_interval=0', '--eval_sequences=8']
 
 
 def start(strategy, out_dir, *more, nproc=2, **options):
@@ -438,7 +438,7 @@ def test_of_three_ranks_the_one_with_other_weights_is_named():
 def test_replicas_go_on_with_their_own_loss_scale_and_count_of_bad_steps(tmp_path):
     """In fp16, where a weight of replica 1 is infinite from step 5 on, until the replicas meet."""
     keys = ['--num_replicas=2', '--inner_steps=10', '--max_iters=10', '--dtype=float16', '--max_bad_steps=20']
-    keys += ['--checkpoint_interval=4', '--keep_checkpoints=9', '--eval_iters=0']
+    keys += ['--checkpoint_interval=4', '--keep_checkpoints=9', '--eval_sequences=0']
     fault = {'kind': 'weight', 'rank': 1, 'step': 5, 'value': 1e5}
     job = start('diloco', tmp_path / 'whole', *keys, fault=fault)
     assert job.wait() == [0, 0], job.text()

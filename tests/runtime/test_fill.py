@@ -19,12 +19,12 @@ def test_the_batch_line_multiplies_out():
 
 def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
-    config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0, 'trace_memory': False, 'device': 'cpu'}
+    config |= {'eval_sequences': 160, 'eval_only': False, 'trace_step': 0, 'trace_memory': False, 'device': 'cpu'}
     config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
     assert fill.cautions(config, n_windows=1000) == []
-    with pytest.raises(ValueError, match='eval_iters=0 with eval_only=True: .*1'):
-        fill.cautions({**config, 'eval_iters': 0, 'eval_only': True}, n_windows=1000)
-    assert fill.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
+    with pytest.raises(ValueError, match='eval_sequences=0 with eval_only=True: .*1'):
+        fill.cautions({**config, 'eval_sequences': 0, 'eval_only': True}, n_windows=1000)
+    assert fill.cautions({**config, 'eval_sequences': 0}, n_windows=1000) == []
     (line,) = fill.cautions({**config, 'trace_step': 1001}, n_windows=1000)
     assert re.search('trace_step=1001 .*max_iters=1000 ', line)
     (line,) = fill.cautions({**config, 'trace_memory': True}, n_windows=1000)

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.watch import Watch
 
-EVERY = {'max_iters': 20, 'log_interval': 0, 'eval_interval': 0, 'eval_tasks_interval': 0, 'eval_iters': 1}
+EVERY = {'max_iters': 20, 'log_interval': 0, 'eval_interval': 0, 'eval_tasks_interval': 0, 'eval_sequences': 8}
 EVERY |= {'checkpoint_interval': 0, 'permanent_interval': 0}
 
 
@@ -28,7 +28,7 @@ def steps_due(what, tasks='some tasks', every=1, **keys):
         ('log', {}, [1, 20]),
         ('log', {'log_interval': 8}, [1, 8, 16, 20]),
         ('evaluate', {'eval_interval': 7}, [7, 14, 20]),
-        ('evaluate', {'eval_interval': 7, 'eval_iters': 0}, []),
+        ('evaluate', {'eval_interval': 7, 'eval_sequences': 0}, []),
         ('score', {'eval_tasks_interval': 9}, [9, 18, 20]),
         ('score', {'eval_tasks_interval': 9, 'tasks': None}, []),
         ('save', {}, [20]),

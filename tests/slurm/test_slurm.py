@@ -768,7 +768,7 @@ sweep = {'learning_rate': [1e-3, 1e-2, 1e5]}
 seeds = [1, 2]
 arch, n_layer, n_head, n_embd, block_size, batch_size = 'llama', 1, 2, 16, 16, 2
 dataset, vocab_size, dtype = 'synthetic', 64, 'float32'
-max_iters, log_interval, eval_iters, warmup_iters, grad_clip = 12, 1, 2, 0, 0.0
+max_iters, log_interval, eval_sequences, warmup_iters, grad_clip = 12, 1, 16, 0, 0.0
 device = 'cpu'
 """
 OFTEN = """

@@ -16,7 +16,7 @@ from outputs import column, complete, last_step
 
 from system import errors
 
-RUN = [*TINY_SYNTHETIC, '--eval_iters=0', '--checkpoint_interval=4']
+RUN = [*TINY_SYNTHETIC, '--eval_sequences=0', '--checkpoint_interval=4']
 
 
 def full():

@@ -18,7 +18,13 @@ from runtime import checkpoint
 from system import stopping
 
 STEPS = 100_000  # a run does not reach them before it is asked to stop
-RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=40', '--eval_interval=20', '--eval_iters=40', '--lr_decay_iters=500']
+RUN = [
+    *TINY_SYNTHETIC,
+    '--checkpoint_interval=40',
+    '--eval_interval=20',
+    '--eval_sequences=160',
+    '--lr_decay_iters=500',
+]
 SCRIPTS = {
     'ddp': ('train_ddp.py', []),
     'manual, async': ('train_fsdp.py', ['--fsdp_impl=manual', '--async_checkpoint']),
