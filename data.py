@@ -43,8 +43,8 @@ class Mixture:
 
     sources: {name: dataset}. stages: [(start, {name: share})], see parse_stages(). ranks_per_sequence: this many
     consecutive ranks read the same samples (context_manual.py, tensor_manual.py). Attributes: n_tokens and n_windows
-    are totals over all sources; has_starts says that rows hold several documents each, so batches are (x, y, starts).
-    Call plan() before the first batch.
+    are totals over all sources; has_starts says that rows hold several documents each, so batches are (x, y, starts);
+    changes: the steps from which on other shares are read. Call plan() before the first batch.
     """
 
     def __init__(self, sources, stages, ranks_per_sequence=1):
@@ -82,6 +82,7 @@ class Mixture:
             by_number = {number: shares[self.names[number]] for number in numbers}
             self.orders.append(SourceOrder(first, by_number, counted))
             planned.append([step, {self.sources[number].fingerprint: str(by_number[number]) for number in numbers}])
+        self.changes = steps[1:]
         return planned
 
     def lines(self):

@@ -245,6 +245,8 @@ FOLLOWS_FROM = {
 }
 REFUSED = ('lora_dropout', 'lora_rslora', 'modules_to_save')  # an error: without LoRA all weights would be trained
 DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # their weight decay is not times the learning rate
+OF_THE_LOSS = ('dropout', 'lora_dropout', 'z_loss', 'router_aux', 'router_z')  # keys of the model that a resumed run,
+OF_PAIRS = ('loss_type', 'beta', 'label_smoothing', 'simpo_gamma', 'sft_weight')  # and of DPO's that it may change
 CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
 READ_IF = {
     'train': {

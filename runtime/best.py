@@ -10,7 +10,10 @@ The state.json of every checkpoint holds this state, so that a resumed run conti
 loss, since val_loss() sums over all of them, and therefore they decide alike.
 """
 
+import bisect
 import math
+
+from keys import OF_PAIRS
 
 
 def check_keys(keys):
@@ -30,19 +33,29 @@ class Best:
     """step, val_loss: the lowest loss so far and its step, None before the first evaluation. worse: how many
     evaluations there have been since then."""
 
-    def __init__(self, keys, val_data, saved=None):
+    def __init__(self, keys, val_data, saved=None, changes=(), learns_otherwise=False):
         """keys: a script's, which may lack keep_best. saved: state() from the checkpoint that the run resumes from; it
-        is ignored if the run now evaluates another text, or more or less of it, since losses would not compare."""
+        is ignored if the run now evaluates another text, more or less of it, or another loss, since losses would not
+        compare. changes: after so many steps other data are read, so patience begins anew. learns_otherwise: it does
+        here, too, because the run goes on at another rate."""
         self.patience, self.step, self.val_loss, self.worse = keys.get('patience', 0), None, None, 0
+        self.changes, self.stage = changes, 0
         self.is_kept = bool(keys['keep_checkpoints'] and (keys.get('keep_best') or self.patience))
         prints = [source.fingerprint for source in val_data.sources] if val_data else []
-        self.evaluated = [prints, keys['eval_sequences'], keys['block_size']]
+        self.evaluated = [
+            prints,
+            keys['eval_sequences'],
+            keys['block_size'],
+            *(keys[key] for key in OF_PAIRS if key in keys),
+        ]
         if saved and saved['evaluated'] == self.evaluated and None not in (saved.get('step'), saved.get('val_loss')):
-            self.step, self.val_loss, self.worse = saved['step'], saved['val_loss'], saved['worse']
+            self.step, self.val_loss, self.stage = saved['step'], saved['val_loss'], saved.get('stage') or 0
+            self.worse = 0 if learns_otherwise else saved['worse']
 
     def state(self):
         """For state.json."""
-        return {'step': self.step, 'val_loss': self.val_loss, 'worse': self.worse, 'evaluated': self.evaluated}
+        counted = {'worse': self.worse, 'stage': self.stage}
+        return {'step': self.step, 'val_loss': self.val_loss, **counted, 'evaluated': self.evaluated}
 
     def forget_unless(self, is_there):
         """Forget the best step if its checkpoint is gone. is_there(step): whether that step has a checkpoint."""
@@ -51,6 +64,9 @@ class Best:
 
     def note(self, step, val_loss):
         """Note an evaluation after `step` steps. Returns {key: value} to log."""
+        stage = bisect.bisect_left(self.changes, step)
+        if stage != self.stage:
+            self.stage, self.worse = stage, 0
         if self.step is None or val_loss < self.val_loss or math.isnan(self.val_loss):
             self.step, self.val_loss, self.worse = step, val_loss, 0
         else:

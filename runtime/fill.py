@@ -10,8 +10,11 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
+import optim
 from configurator import without_effect
+from keys import DANA
 from layout import Layout, choose_sizes
 from model import ModelConfig
 from planning import checks, rules
@@ -203,6 +206,50 @@ def fill_rates(run):
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10
+    if not config.eval_only:
+        run.notes += check_schedule(vars(config))
+
+
+def check_schedule(keys):
+    """
+    Warnings for the log about keys of the schedule that are legal one by one and contradict each other.
+
+    Raises ValueError if the rate would never reach its peak although there are steps enough.
+    """
+    warmup, end, max_iters = keys['warmup_iters'], keys['lr_decay_iters'], keys['max_iters']
+    schedule, min_lr, lines = keys['lr_schedule'], keys['min_lr'], []
+    rates = SimpleNamespace(**keys)
+    optim.learning_rate_at(0, rates)  # raises if min_lr is above the peak
+    if warmup >= max_iters:
+        lines.append(f'warmup_iters={warmup} of max_iters={max_iters} steps: the learning rate never reaches its peak')
+    elif schedule == 'constant':
+        pass
+    elif end <= warmup:
+        last = optim.learning_rate_at(warmup - 1, rates)
+        raise ValueError(
+            f'lr_decay_iters={end} is not beyond warmup_iters={warmup}: the learning rate would fall from {last:.2e} '
+            f'to min_lr={min_lr:.2e} at step {warmup}, and never reach its peak: use --lr_decay_iters={max_iters}, or '
+            f'--warmup_iters below {end}'
+        )
+    elif min_lr == 0 and end < max_iters:
+        lines.append(f'min_lr=0 from lr_decay_iters={end} to max_iters={max_iters}: nothing is learned')
+    elif end < max_iters:
+        lines.append(f'lr_decay_iters={end} of max_iters={max_iters} steps: the others train at min_lr={min_lr:.2e}')
+    elif end > max_iters:
+        last = optim.learning_rate_at(max_iters - 1, rates)
+        lines.append(
+            f'lr_decay_iters={end} is beyond max_iters={max_iters}: the run ends at a learning rate of {last:.2e}, '
+            f'above min_lr={min_lr:.2e}'
+        )
+    decay_start = int((1 - optim.WSD_DECAY_FRACTION) * end)
+    if schedule == 'wsd' and decay_start < warmup < end:
+        lines.append(
+            f'warmup_iters={warmup} of lr_decay_iters={end} steps leaves the schedule wsd no stable phase, and '
+            f'{end - warmup} steps of decay in place of {end - decay_start}'
+        )
+    if keys['optimizer'] in (*DANA, 'adamw-decay') and keys['wd_ts'] > max_iters:
+        lines.append(f'wd_ts={keys["wd_ts"]} of max_iters={max_iters} steps: the weight decay does not even halve')
+    return [f'WARNING: {line}' for line in lines]
 
 
 def cautions(keys, n_windows):
@@ -216,14 +263,13 @@ def cautions(keys, n_windows):
     lines = []
     if trace_step > max_iters:
         lines.append(f'WARNING: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
+    if keys.get('patience', 0) * keys['eval_interval'] >= max_iters:
+        lines.append(
+            f'WARNING: patience={keys["patience"]} evaluations, one every eval_interval={keys["eval_interval"]} steps, '
+            f'are more than max_iters={max_iters} steps have: the run never ends early'
+        )
     if keys['trace_memory'] and not keys['device'].startswith('cuda'):
         lines.append(f'WARNING: trace_memory=True with device={keys["device"]}: only CUDA records who holds memory')
-    if keys['warmup_iters'] >= max_iters:
-        warmup_in_words = f'warmup_iters={keys["warmup_iters"]} of max_iters={max_iters} steps'
-        lines.append(f'WARNING: {warmup_in_words}: the learning rate never reaches its peak')
-    decayed = keys['lr_decay_iters'] or max_iters
-    if keys['min_lr'] == 0 and decayed < max_iters and keys['lr_schedule'] != 'constant':
-        lines.append(f'WARNING: min_lr=0 from lr_decay_iters={decayed} to max_iters={max_iters}: nothing is learned')
     if keys['global_batch_size'] > n_windows:
         given = (
             f'global_batch_size={keys["global_batch_size"]} is more than the {n_windows} sequences of the training data'

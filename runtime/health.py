@@ -55,13 +55,14 @@ class Numbers:
     the update. The host reads the decision one step later, to log and count it.
     """
 
-    def __init__(self, max_bad_steps, loss_spike_guard, say, last_good, group=None, state=None):
+    def __init__(self, max_bad_steps, loss_spike_guard, say, last_good, group=None, state=None, changes=()):
         """max_bad_steps: how many steps in a row may be skipped. loss_spike_guard: also skip a step whose loss is more
         than SPIKE_SIGMAS standard deviations above the mean of the last SPIKE_WINDOW steps. say: called on rank 0 with
         a line. last_good(): returns the path of the last good checkpoint. group: the ranks that train together.
-        state: what state() returned, from a checkpoint."""
+        state: what state() returned, from a checkpoint. changes: after so many steps other data are read, whose loss is
+        another one, so the guard begins anew."""
         self.max_bad_steps, self.loss_spike_guard, self.say, self.group = max_bad_steps, loss_spike_guard, say, group
-        self.last_good = last_good
+        self.last_good, self.changes = last_good, changes
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.skipped, self.in_a_row, self.losses = 0, 0, collections.deque(maxlen=SPIKE_WINDOW)
         self.unread = None  # must_skip()'s results for the last step, until read() has read them
@@ -115,6 +116,8 @@ class Numbers:
         if self.unread is None:
             return None
         (step, targets, numbers, arrived), self.unread = self.unread, None
+        if step - 1 in self.changes:
+            self.losses.clear()
         if arrived:
             arrived.synchronize()
         total, *flags = numbers.tolist()
@@ -137,10 +140,12 @@ class Numbers:
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row > self.max_bad_steps:
+            is_spike = not (bad_loss or bad_gradient)
+            advice = '; if the loss is higher for good, with --loss_spike_guard=False' if is_spike else ''
             raise ValueError(
                 f'{problem} at step {step}, and so {self.in_a_row} bad steps in a row (max_bad_steps='
                 f'{self.max_bad_steps}): the last good checkpoint is {self.last_good()}; go on from it with a lower '
-                '--learning_rate, or look at the data of this step'
+                f'--learning_rate, or look at the data of this step{advice}'
             )
         line = f'WARNING: {problem} at step {step}: the step is skipped on all ranks ({self.skipped} so far)'
         if dist.get_rank() == 0:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import optim
 from configurator import refuse_gone
+from keys import DANA, OF_PAIRS, OF_THE_LOSS
 from runtime import checkpoint
 
 
 def identity_of(keys, shape, train_data):
     """The settings that must be the same in a checkpoint and in the run that resumes from it."""
-    may_change = ('dropout', 'lora_dropout', 'z_loss', 'router_aux', 'router_z')
-    model = {key: value for key, value in shape.to_dict().items() if key not in may_change}
+    model = {key: value for key, value in shape.to_dict().items() if key not in OF_THE_LOSS}
     if 'frozen_dtype' in model:  # the dtype may change between bfloat16 and float32 if no weight is rounded by it
         model['frozen_dtype'] = shape.frozen_rounding
     sizes = ('prompts_per_step', 'num_generations') if 'prompts' in keys else ('global_batch_size',)
@@ -42,7 +42,7 @@ def in_words(keys):
 def check_resume(saved, keys, identity):
     """
     Check that a checkpoint belongs to this run. Returns lines for the log: which keys differ from the checkpoint's, and
-    before them a warning if the learning rate jumps.
+    before them warnings if rates of the optimizer jump.
 
     saved: the checkpoint's state. identity: this run's. Raises ValueError if the checkpoint belongs to a different run,
     or is beyond max_iters.
@@ -81,8 +81,31 @@ def check_resume(saved, keys, identity):
     if not changed:
         return []
     then = {**now, **{key: value for key, value in before.items() if value is not None}}
-    was, becomes = (optim.learning_rate_at(step, SimpleNamespace(**of)) for of in (then, now))
-    rates = (
-        [] if was == becomes else [f'WARNING: the learning rate jumps from {was:.2e} to {becomes:.2e} at step {step}']
-    )
-    return [*rates, f'changed since step {step}: {", ".join(changed)}']
+    rates, become = (rates_at(step, of) for of in (then, now))
+    jumps = [
+        f'WARNING: the {name} jumps from {was:.2e} to {become[name]:.2e} at step {step}'
+        for name, was in rates.items()
+        if was != become[name]
+    ]
+    return [*jumps, f'changed since step {step}: {", ".join(changed)}']
+
+
+def learns_otherwise(saved, keys):
+    """Whether a run goes on at other rates or with another loss than its checkpoint's, so that its losses until then
+    say little about those that come. saved: the checkpoint's state."""
+    now = json.loads(json.dumps(keys))
+    before = {**now, **{key: value for key, value in saved['config'].items() if value is not None}}
+    losses = any(before.get(key) != now.get(key) for key in (*OF_THE_LOSS, *OF_PAIRS))
+    return losses or rates_at(saved['step'], before) != rates_at(saved['step'], now)
+
+
+def rates_at(step, keys):
+    """{in words: what the optimizer's step takes from the schedules of a run with these keys}. They follow from
+    max_iters where nothing else is given, so they jump if a run is made longer."""
+    config = SimpleNamespace(**keys)
+    rates = {'learning rate': optim.learning_rate_at(step, config), 'weight decay': config.weight_decay}
+    if config.wd_ts and config.optimizer in (*DANA, 'adamw-decay'):
+        rates['weight decay'] /= 1 + step / config.wd_ts
+    if config.optimizer == 'ademamix':
+        rates['share of the long momentum'] = min(step / config.max_iters, 1)
+    return rates

@@ -28,6 +28,7 @@ import torch
 from evaluation import validation
 from runtime import checkpoint, health
 from runtime.best import Best
+from runtime.identity import learns_otherwise
 from runtime.log import Log, say_when_compiling_ends
 from runtime.meter import Meter, router_metrics
 from system import collectives, processes, stopping
@@ -132,15 +133,20 @@ class Watch:
             beat=self.watchdog.at, trace_step=config.trace_step - self.first_step, out_dir=config.out_dir,
             trace_memory=run.traces_memory, say=say,
         )  # fmt: skip
+        numbers = self.state.get('numbers') if numbers is None else numbers
+        is_other = bool(self.state) and learns_otherwise(self.state, vars(config))
+        if numbers and is_other:
+            numbers = numbers | {'losses': [], 'in_a_row': 0}
+        changes = run.train_data.changes
         guards_loss = config.loss_spike_guard and 'prompts' not in vars(config)  # of answers it says nothing
         self.numbers = health.Numbers(
             config.max_bad_steps, guards_loss, say, self.saver.last_good,
-            group, self.state.get('numbers') if numbers is None else numbers,
+            group, numbers, changes,
         )  # fmt: skip
         gc.collect()
         gc.freeze()  # objects of the start-up stay to the end: without this, a collection that walks them takes 0.5 s
         self.must_stop = self.stop_request.agreed()  # whether any rank got a signal before the first step
-        self.best = Best(vars(config), run.val_data, self.state.get('best'))
+        self.best = Best(vars(config), run.val_data, self.state.get('best'), changes, is_other)
         self.best.forget_unless(lambda step: step <= self.first_step and collectives.on_rank_0(self.saver.has, step))
         self.must_stop = self.must_stop or bool(self.best.why_end())  # patience had ended this run before
         # The loss before the first step, to compare with. From scratch it needs no evaluation: it is ln(vocab_size).

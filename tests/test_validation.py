@@ -253,6 +253,15 @@ def test_a_run_ends_early_keeps_the_best_and_goes_on_with_more_patience(data_dir
     assert f'{out}/checkpoints/step_00000008:' in fork_script(*read)[0].stderr
 
 
+def test_patience_begins_anew_where_a_stage_begins_and_where_a_run_goes_on_at_another_rate(data_dir, tmp_path):
+    keys = ['train_ddp.py', *RISING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--patience=2']
+    keys.append("--dataset_stages=((4, 'tiny'),)")  # otherwise it ends at step 6
+    fork_script(*keys)
+    assert (tmp_path / 'DONE').read_text().startswith('8 of 40 steps')
+    fork_script(*keys, '--learning_rate=4')
+    assert (tmp_path / 'DONE').read_text().startswith('12 of 40 steps')
+
+
 # Here the loss falls from evaluation to evaluation, so each checkpoint is the best one, and the one before is deleted.
 FALLING = [*TINY_MODEL, *COMMON, '--dataset=tiny', '--eval_interval=2', '--log_interval=1', '--keep_checkpoints=1']
 FALLING += ['--checkpoint_interval=0', '--max_iters=8', '--keep_best', '--learning_rate=1e-2']

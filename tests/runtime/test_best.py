@@ -11,8 +11,9 @@ KEYS = {'keep_best': False, 'patience': 2, 'keep_checkpoints': 1, 'eval_sequence
 KEYS |= {'block_size': 32}
 
 
-def best_of(losses=(), saved=None, text='a text', **keys):
-    best = Best(KEYS | keys, SimpleNamespace(sources=[SimpleNamespace(fingerprint=text)]), saved)
+def best_of(losses=(), saved=None, text='a text', changes=(), learns_otherwise=False, **keys):
+    val_data = SimpleNamespace(sources=[SimpleNamespace(fingerprint=text)])
+    best = Best(KEYS | keys, val_data, saved, changes, learns_otherwise)
     for step, loss in enumerate(losses):
         best.note(step, loss)
     return best
@@ -34,9 +35,20 @@ def test_what_is_not_finite_is_never_better_and_anything_is_better_than_that():
 def test_a_run_that_goes_on_counts_on_unless_another_text_is_evaluated():
     saved = json.loads(json.dumps(best_of([3.0, 3.5]).state()))  # as state.json has it
     assert best_of([3.2], saved).why_end()
-    for other in ({'text': 'another text'}, {'eval_sequences': 16}, {'block_size': 16}):
+    for other in ({'text': 'another text'}, {'eval_sequences': 16}, {'block_size': 16}, {'beta': 0.5}):
         again = best_of([3.2], saved, **other)
         assert again.step == 0 and again.val_loss == 3.2 and not again.why_end()
+
+
+def test_patience_begins_anew_with_other_data_and_at_another_rate():
+    losses = [3.0, 3.1, 3.2]  # of the steps 0, 1 and 2
+    assert best_of(losses).why_end() and best_of(losses, changes=(2,)).why_end()
+    anew = best_of(losses, changes=(1,))
+    assert not anew.why_end() and (anew.step, anew.val_loss, anew.worse) == (0, 3.0, 1)
+    saved = json.loads(json.dumps(anew.state()))
+    assert best_of([], saved, changes=(1,)).worse == 1 and not best_of([], saved, learns_otherwise=True).worse
+    again = best_of([], json.loads(json.dumps(best_of(losses).state())), learns_otherwise=True)
+    assert not again.why_end() and again.val_loss == 3.0
 
 
 def test_a_best_step_counts_only_with_its_checkpoint_where_those_are_kept():

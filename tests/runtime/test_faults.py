@@ -495,6 +495,17 @@ def test_the_spike_guard_decides_the_same_after_a_resume(one_rank):
     assert second.state() == whole.state()
 
 
+def test_the_spike_guard_begins_anew_where_other_data_begin_and_its_last_line_names_it(one_rank):
+    losses = [3.0 + 0.01 * (step % 7) for step in range(150)] + [5.0 + 0.01 * (step % 7) for step in range(150)]
+    assert all(judge(health.Numbers(10, True, print, lambda: 'none', changes=(100, 150)), losses))
+    late = health.Numbers(10, True, lambda line: None, lambda: 'none', changes=(151,))
+    assert [step for step, good in enumerate(judge(late, losses)) if not good] == [150]
+    with pytest.raises(ValueError, match='11 bad steps in a row .*--loss_spike_guard=False'):
+        judge(health.Numbers(10, True, lambda line: None, lambda: 'none'), losses)
+    with pytest.raises(ValueError, match='10 bad steps in a row .*this step$'):
+        judge(health.Numbers(9, True, lambda line: None, lambda: 'none'), [float('nan')] * 10)
+
+
 def test_without_the_guard_a_spike_is_a_step_like_others(one_rank):
     numbers = health.Numbers(10, False, print, lambda: 'none')
     assert all(judge(numbers, [3.0] * 130 + [1000.0]))

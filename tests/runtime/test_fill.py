@@ -20,7 +20,7 @@ def test_the_batch_line_multiplies_out():
 def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
     config |= {'eval_sequences': 160, 'eval_only': False, 'trace_step': 0, 'trace_memory': False, 'device': 'cpu'}
-    config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
+    config |= {'eval_interval': 500}
     assert fill.cautions(config, n_windows=1000) == []
     with pytest.raises(ValueError, match='eval_sequences=0 with eval_only=True: .*1'):
         fill.cautions({**config, 'eval_sequences': 0, 'eval_only': True}, n_windows=1000)
@@ -30,15 +30,50 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     (line,) = fill.cautions({**config, 'trace_memory': True}, n_windows=1000)
     assert re.search('trace_memory=True with device=cpu: only CUDA', line)
     assert fill.cautions({**config, 'trace_memory': True, 'device': 'cuda:1'}, n_windows=1000) == []
-    (line,) = fill.cautions({**config, 'lr_decay_iters': 600}, n_windows=1000)
-    assert re.search('min_lr=0 .*lr_decay_iters=600 .*max_iters=1000', line)
-    for changes in ({'min_lr': None}, {'lr_schedule': 'constant'}, {'lr_decay_iters': 1000}):
-        assert fill.cautions({**config, 'lr_decay_iters': 600, **changes}, n_windows=1000) == []
-    assert fill.cautions({**config, 'warmup_iters': 999}, n_windows=1000) == []
-    (line,) = fill.cautions({**config, 'warmup_iters': 1000}, n_windows=1000)
-    assert re.search('warmup_iters=1000 .*max_iters=1000 ', line)
-    run = {**config, 'warmup_iters': 1000, 'lr_schedule': 'cosine', 'learning_rate': 1.0}
-    assert learning_rate_at(999, SimpleNamespace(**run)) < 1.0  # nor does it
+    (line,) = fill.cautions({**config, 'patience': 2}, n_windows=1000)
+    assert re.search('patience=2 .*eval_interval=500 .*max_iters=1000 .*never ends early', line)
+    assert fill.cautions({**config, 'patience': 2, 'eval_interval': 499}, n_windows=1000) == []
+
+
+SCHEDULE = {'max_iters': 1000, 'warmup_iters': 100, 'lr_decay_iters': 1000, 'min_lr': 0.1, 'learning_rate': 1.0}
+SCHEDULE |= {'lr_schedule': 'cosine', 'optimizer': 'adamw', 'wd_ts': None}
+
+
+@pytest.mark.parametrize(
+    ('changes', 'line'),
+    [
+        ({'warmup_iters': 999}, None),
+        ({'warmup_iters': 1000}, 'warmup_iters=1000 of max_iters=1000 steps: the learning rate never reaches its peak'),
+        ({'lr_decay_iters': 101}, 'lr_decay_iters=101 of max_iters=1000 steps: the others train at min_lr=1.00e-01'),
+        ({'lr_decay_iters': 600, 'min_lr': 0.0}, 'min_lr=0 from lr_decay_iters=600 to max_iters=1000: nothing is'),
+        ({'lr_decay_iters': 600, 'min_lr': 0.0, 'lr_schedule': 'constant'}, None),
+        ({'lr_decay_iters': 2000}, 'lr_decay_iters=2000 is beyond max_iters=1000: the run ends at a learning rate of'),
+        ({'lr_schedule': 'wsd', 'warmup_iters': 800}, None),
+        ({'lr_schedule': 'wsd', 'warmup_iters': 850}, 'warmup_iters=850 of lr_decay_iters=1000 .* wsd .*150 .*200'),
+        ({'optimizer': 'adana', 'wd_ts': 1000}, None),
+        ({'optimizer': 'adamw-decay', 'wd_ts': 1001}, 'wd_ts=1001 of max_iters=1000 steps: the weight decay does not'),
+        ({'wd_ts': 1001}, None),  # which adamw does not read
+    ],
+)
+def test_keys_of_the_schedule_that_contradict_each_other_are_said(changes, line):
+    said = fill.check_schedule(SCHEDULE | changes)
+    assert re.match(f'WARNING: {line}', *said) if line else said == []
+
+
+@pytest.mark.parametrize('schedule', ['cosine', 'cos_inf', 'wsd', 'linear'])
+def test_a_rate_that_would_drop_before_its_peak_is_refused(schedule):
+    keys = SCHEDULE | {'lr_schedule': schedule, 'lr_decay_iters': 100}
+    reached = max(learning_rate_at(step, SimpleNamespace(**keys)) for step in range(1000))
+    drop = f'from {reached:.2e} to min_lr=1.00e-01 at step 100'
+    with pytest.raises(ValueError, match=f'lr_decay_iters=100 is not beyond warmup_iters=100: .*{drop}'):
+        fill.check_schedule(keys)
+    assert (
+        reached
+        < 1.0
+        == max(learning_rate_at(step, SimpleNamespace(**keys | {'lr_decay_iters': 101})) for step in [100])
+    )
+    with pytest.raises(ValueError, match='min_lr=2'):
+        fill.check_schedule(SCHEDULE | {'lr_schedule': schedule, 'min_lr': 2})
 
 
 def test_epochs_are_rounded_up_to_whole_steps():
