@@ -122,10 +122,12 @@ def without(mesh, axis):
     return mesh[tuple(name for name in mesh.mesh_dim_names if name != axis)]
 
 
-def choose_sizes(config, strategy, ranks, ranks_per_node):
+def choose_sizes(config, strategy, ranks, ranks_per_node, kept=None):
     """
     Give a value to those keys of the layout that are None: one stage for each rank of a matrix's, one replica per node,
     and a global batch of one micro-step; in a pipeline of one for each stage, which fills it just once.
+
+    kept: the global batch of the run in out_dir, which goes on with it on any ranks. Raises ValueError if it cannot.
     """
     keys = vars(config)
     if keys.get('pipeline_stages', 1) is None:
@@ -136,7 +138,15 @@ def choose_sizes(config, strategy, ranks, ranks_per_node):
         config.num_replicas = ranks // ranks_per_node
     if config.global_batch_size is None:
         layout = Layout.of({**keys, 'global_batch_size': 0}, strategy, ranks)
-        config.global_batch_size = config.batch_size * layout.reading * layout.stage
+        config.global_batch_size = kept or config.batch_size * layout.reading * layout.stage
+        if config.global_batch_size % (config.batch_size * layout.reading):
+            smaller = range(config.batch_size, 0, -1)
+            fits = next((n for n in smaller if kept % (n * layout.reading) == 0), None)
+            raise ValueError(
+                f'out_dir={config.out_dir} has a run of global_batch_size={kept}, not a multiple of batch_size='
+                f'{config.batch_size} x {counted(layout.reading, "rank")}: use '
+                + (f'--batch_size={fits}' if fits else f'a number of ranks that divides {kept}')
+            )
 
 
 def refuse_unless_they_divide(ranks, size, *axes):

@@ -43,7 +43,7 @@ import fsdp
 import optim
 from exchange import diloco_check
 from layout import make_mesh
-from pool.replica import Replica, number_of_replicas
+from pool.replica import Replica, take_from_pool
 from pool.round_costs import StoreRoundCosts
 from pool.rows import checksums_of_frozen
 from runtime import checkpoint, health
@@ -54,7 +54,7 @@ from runtime.watch import NOTHING_DUE, Watch
 from system import errors, processes
 
 errors.report_errors()
-config.num_replicas = number_of_replicas(config)  # the key's value, or that of the pool
+take_from_pool(config)  # num_replicas and global_batch_size, unless they are given
 # The global batch is divided as if every replica had as many ranks as this job.
 jobs_ranks = config.num_replicas * processes.ranks_from_environment()[2]
 run = begin(config, explicit, 'pool', jobs_ranks)  # ranks, device, data; every key that the run needs now has a value

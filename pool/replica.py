@@ -73,23 +73,25 @@ from system.files import ROOT, write_file
 OWN_KEYS = {key for key, knob in read_knobs(Path(ROOT, 'train_pool.py')).items() if 'per job' in knob.tags}
 
 
-def number_of_replicas(config):
-    """How many replicas share a global batch: the key num_replicas, or if that is None the value of the pool that the
-    job joins. Raises ValueError if the pool's keys are missing."""
+def take_from_pool(config):
+    """Give num_replicas and global_batch_size, where they are None, the values of the pool that the job joins. Raises
+    ValueError if the pool's keys are missing."""
     if not config.exchange:
         raise ValueError('where do the jobs meet? Give --exchange=FOLDER, or an address such as s3://bucket/name')
     if importlib.util.find_spec('xxhash') is None:
         raise ValueError('exchange needs a package that is missing: pip install xxhash')
-    if config.num_replicas is None:
-        with contextlib.suppress(FileNotFoundError):
-            found = read_object(open_store(config.exchange), 'pool.json', {'keys': {'num_replicas': int}})
-            found = found['keys']['num_replicas']
-            if found < 1:
-                raise ValueError(f'{config.exchange}/pool.json: keys.num_replicas: found {found}, expected 1 or more')
-            return found
+    derived = [key for key in ('num_replicas', 'global_batch_size') if vars(config)[key] is None]
+    with contextlib.suppress(FileNotFoundError):  # this job founds the pool
+        form = {'keys': dict.fromkeys(derived, int)}
+        pool = read_object(open_store(config.exchange), 'pool.json', form) if derived else {}
+        for key in derived:
+            if pool['keys'][key] < 1:
+                raise ValueError(
+                    f'{config.exchange}/pool.json: keys.{key}: found {pool["keys"][key]}, expected 1 or more'
+                )
+            setattr(config, key, pool['keys'][key])
     if config.num_replicas is None:
         raise ValueError(f'exchange={config.exchange}: say how many replicas share a batch, as --num_replicas=8')
-    return config.num_replicas
 
 
 class Damaged(Exception):

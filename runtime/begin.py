@@ -135,7 +135,7 @@ class Run:
 
     def check_resume(self, state):
         """Raise ValueError if the checkpoint belongs to a different run; note which keys have changed since then."""
-        self.notes += check_resume(state, vars(self.config), self.identity)
+        self.notes += check_resume(state, vars(self.config), self.identity, self.explicit)
 
 
 def begin(config, explicit, strategy, ranks=None, pairs=False):

@@ -5,7 +5,9 @@ together. What the ranks divide among them (layout.py) is found here.
     fill_in(run, ranks)    # run.config is final, run.layout and run.model_config are known
 """
 
+import contextlib
 import math
+import os
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -18,7 +20,7 @@ from keys import DANA
 from layout import Layout, choose_sizes
 from model import ModelConfig
 from planning import checks, rules
-from runtime import best
+from runtime import best, checkpoint
 from system import devices, processes, stopping
 
 
@@ -57,7 +59,10 @@ def fill_layout(run, ranks):
     """How the ranks divide the work. The global batch is fixed; the number of ranks decides only how many micro-steps
     each of them needs for its share."""
     config = run.config
-    choose_sizes(config, run.strategy, ranks, processes.local_world_size())
+    kept = None if config.global_batch_size else batch_of_run(config.out_dir)
+    choose_sizes(config, run.strategy, ranks, processes.local_world_size(), kept)
+    if kept:
+        run.notes.append(f'global_batch_size={kept}, which nobody set, is that of the run in {config.out_dir}')
     run.layout = Layout.of(vars(config), run.strategy, ranks)
     if run.tokens_per_step:
         run.notes.append(run.layout.batch_line(config.batch_size, config.block_size))
@@ -67,6 +72,15 @@ def fill_layout(run, ranks):
             f'eval_iters={config.eval_iters} counts global batches: --eval_sequences={config.eval_sequences} is as '
             'much, and the same text at any batch size'
         )
+
+
+def batch_of_run(out_dir):
+    """The global batch of the run that out_dir holds, or None. Where it followed from the ranks, it is no wish of the
+    user's that it change with them."""
+    for path in checkpoint.checkpoints_in(os.path.join(out_dir, 'checkpoints')):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged, which is said later
+            return checkpoint.read_state(path)['identity']['global_batch_size']
+    return None
 
 
 def fill_compile(run):

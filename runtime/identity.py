@@ -2,16 +2,15 @@
 Is this checkpoint one of this run? It is if both have the same model, data, optimizer, batch and seed.
 
     identity = identity_of(keys, shape, train_data)         # goes into state.json with each checkpoint
-    run.notes += check_resume(state, keys, identity)        # or a ValueError that says what differs
+    run.notes += check_resume(state, keys, identity, explicit)  # or a ValueError that says what differs
 """
 
 import json
 from types import SimpleNamespace
 
 import optim
-from configurator import refuse_gone
+from configurator import refuse_gone, shown
 from keys import DANA, OF_PAIRS, OF_THE_LOSS
-from runtime import checkpoint
 
 
 def identity_of(keys, shape, train_data):
@@ -39,13 +38,13 @@ def in_words(keys):
     return ', '.join(f'{key}={keys[key]}' for key in shown)
 
 
-def check_resume(saved, keys, identity):
+def check_resume(saved, keys, identity, explicit):
     """
     Check that a checkpoint belongs to this run. Returns lines for the log: which keys differ from the checkpoint's, and
     before them warnings if rates of the optimizer jump.
 
-    saved: the checkpoint's state. identity: this run's. Raises ValueError if the checkpoint belongs to a different run,
-    or is beyond max_iters.
+    saved: the checkpoint's state. keys, identity: this run's. explicit: where its keys were set, as configure() has it.
+    Raises ValueError if the checkpoint belongs to a different run, or is beyond max_iters.
     """
     step, before, now = saved['step'], saved['config'], json.loads(json.dumps(keys))  # as state.json has them
     was, now_is = saved['identity'].get('data'), identity.get('data')
@@ -56,7 +55,7 @@ def check_resume(saved, keys, identity):
         raise ValueError('state.json: identity.data is no list of [step, shares]: copy the checkpoint again')
     was, now_is = ([stage for stage in plan or [] if stage[0] < max(step, 1)] for plan in (was, now_is))
     if was != now_is:
-        other = f'you ask for {in_words(now)}'
+        other = f'this run reads {in_words(now)}'
         if in_words(before) == in_words(now):
             other = 'whose tokens are others now: it was prepared anew'
             if 'prompts' in now:
@@ -71,7 +70,7 @@ def check_resume(saved, keys, identity):
     of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}
     of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0, 'logit_softcap': None, 'window_pattern': None}
     then['model'] = {**of_earlier_versions, **then.get('model', {})}
-    checkpoint.check_identity(then, {**identity, 'data': now_is})
+    refuse_another(then, {**identity, 'data': now_is}, keys, explicit)
     if step > keys['max_iters'] and not keys['eval_only']:
         raise ValueError(
             f'out_dir={keys["out_dir"]} is at step {step}, beyond max_iters={keys["max_iters"]}: go on with a larger '
@@ -88,6 +87,25 @@ def check_resume(saved, keys, identity):
         if was != become[name]
     ]
     return [*jumps, f'changed since step {step}: {", ".join(changed)}']
+
+
+def refuse_another(saved, current, keys, explicit, prefix=''):
+    """
+    Raise ValueError for the first fact of an identity that differs: both values, who set it, and what goes on.
+
+    saved, current: nested dicts, as {'model': {'n_layer': 12}, 'seed': 1}; what only one of them has is ignored. keys,
+    explicit: as in check_resume().
+    """
+    for key in [key for key in current if key in saved]:
+        was, now = saved[key], json.loads(json.dumps(current[key]))  # tuples become lists, as in state.json
+        if isinstance(was, dict) and isinstance(now, dict):
+            refuse_another(was, now, keys, explicit, f'{prefix}{key}.')
+        elif was != now:
+            who = explicit.get(key, 'nobody set it')
+            go_on = f'go on with --{key}={shown(was)}, or ' if key in keys else ''
+            raise ValueError(
+                f'the checkpoint has {prefix}{key}={was!r}, this run has {now!r} ({who}): {go_on}use another --out_dir'
+            )
 
 
 def learns_otherwise(saved, keys):

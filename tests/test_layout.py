@@ -89,6 +89,21 @@ def test_open_keys_become_a_stage_for_each_matrix_a_replica_for_each_node_and_on
         choose_sizes(SimpleNamespace(num_replicas=None), 'diloco', ranks=6, ranks_per_node=4)
 
 
+KEPT = [(1, 8, None), (2, 8, None), (4, 8, '--batch_size=2'), (4, 12, '--batch_size=3')]
+KEPT.append((3, 8, 'a number of ranks that divides 8'))
+
+
+@pytest.mark.parametrize(('ranks', 'kept', 'advice'), KEPT)
+def test_a_global_batch_that_nobody_set_stays_that_of_the_run(ranks, kept, advice):
+    config = SimpleNamespace(batch_size=4, global_batch_size=None, out_dir='out/a')
+    if advice is None:
+        choose_sizes(config, 'ddp', ranks, ranks_per_node=ranks, kept=kept)
+        assert config.global_batch_size == 8
+        return
+    with pytest.raises(ValueError, match=f'out_dir=out/a has a run of global_batch_size={kept}, .* use {advice}$'):
+        choose_sizes(config, 'ddp', ranks, ranks_per_node=ranks, kept=kept)
+
+
 def test_accumulation_steps_complete_the_global_batch():
     assert accumulation_steps(512, 8, 4) == 16
     assert accumulation_steps(8, 8, 1) == 1

@@ -117,7 +117,7 @@ def test_a_run_extends_the_context_of_another_and_resumes(runs, data_dir):
     run_forked('train_ddp.py', *run, '--yarn=4', '--max_iters=3', '--resume=must', log=runs / 'resumed.log')
     assert len(column(runs / 'yarn', 'loss')) == 3
     other = failed(runs / 'other.log', *run, '--yarn=8', '--max_iters=4')
-    assert f'model.yarn=[4, {SHORT}], you ask for [8, {SHORT}]' in other
+    assert f'model.yarn=[4, {SHORT}], this run has [8, {SHORT}]' in other
 
 
 @pytest.mark.slow

@@ -193,3 +193,13 @@ def test_a_file_named_stop_ends_a_run_on_all_ranks_with_nothing_lost(runs, data_
     assert 'starting from scratch' in second and (out_dir / 'DONE').exists()
     assert not (out_dir / 'PREEMPTED').exists()
     assert_same_weights(out_dir, runs / 'manual', 20)
+
+
+def test_a_run_without_a_global_batch_goes_on_with_other_ranks(data_dir, tmp_path):
+    out, whole, log = tmp_path / 'out', tmp_path / 'whole', tmp_path / 'log'
+    keys = ['--global_batch_size=None', '--max_iters=6', '--checkpoint_interval=3']
+    run_forked('train_fsdp.py', *arguments(data_dir, out, *keys, '--max_iters=3'), nproc=3, log=log)
+    run_forked('train_ddp.py', *arguments(data_dir, out, *keys), log=log)
+    run_forked('train_ddp.py', *arguments(data_dir, whole, *keys, '--global_batch_size=6'), log=log)
+    assert column(out, 'tokens') == column(whole, 'tokens') == [step * 6 * 32 for step in range(1, 7)]
+    assert_same_run(column(out, 'loss'), column(whole, 'loss'))

@@ -270,9 +270,9 @@ REFUSED = {  # name: (ranks, keys, what the line says)
     'other groups': (
         1,
         [*OF_ONE, '--prompts_per_step=4', '--num_generations=6'],
-        'has prompts_per_step=6, you ask for 4',
+        r'has prompts_per_step=6, this run has 4 \(command line\): go on with --prompts_per_step=6',
     ),
-    'other lengths': (1, [*OF_ONE, '--max_new_tokens=4'], 'you ask for prompts=.*, max_new_tokens=4: use another'),
+    'other lengths': (1, [*OF_ONE, '--max_new_tokens=4'], 'this run reads prompts=.*, max_new_tokens=4: use another'),
 }
 
 

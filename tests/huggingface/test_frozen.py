@@ -179,12 +179,12 @@ def test_what_is_as_exact_may_change_on_the_way_and_nf4_may_not(models, run_of, 
     out_dir = as_of_step(2, run_of('ddp', 1, 'bfloat16'), tmp_path / 'out')
     keys = [*RUN, *LORA, f'--init_from={models / "llama_64"}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
     line = refusal('ddp', *keys, '--frozen_dtype=nf4')
-    assert "the checkpoint has model.frozen_dtype='float32', you ask for 'nf4': use another --out_dir" in line
+    assert "the checkpoint has model.frozen_dtype='float32', this run has 'nf4' (command line): go on with" in line
     said = start('ddp', *keys, '--frozen_dtype=float32')[0].stdout
     assert 'frozen_dtype bfloat16 -> float32' in said
     assert column(out_dir, 'loss') == column(run_of('ddp', 1, 'float32'), 'loss')
     out_dir = as_of_step(2, run_of('ddp', 1, 'nf4'), tmp_path / 'nf4')
-    assert "has model.frozen_dtype='nf4', you ask for 'float32'" in refusal(
+    assert "has model.frozen_dtype='nf4', this run has 'float32'" in refusal(
         'ddp', *keys, f'--out_dir={out_dir}'
     )  # None is bfloat16 here, which is exact, as float32 would be
 

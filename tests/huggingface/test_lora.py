@@ -231,7 +231,7 @@ def test_what_fits_nothing_is_refused(models, tmp_path, keys, problem):
 def test_rslora_cannot_be_turned_on_on_the_way(models, whole, tmp_path):
     out_dir = as_of_step(2, whole, tmp_path / 'out')
     line = refusal('ddp', *keys_of(models / 'llama', out_dir, f'--max_iters={STEPS}', '--lora_rslora'))
-    assert 'the checkpoint has model.lora_rslora=False, you ask for True' in line
+    assert 'the checkpoint has model.lora_rslora=False, this run has True (command line)' in line
 
 
 def test_a_mixtures_experts_without_lora_are_named_in_the_log(models, tmp_path):

@@ -238,11 +238,13 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(runs):
 def test_another_configuration_is_refused_with_both_values():
     saved = {'model': {'n_layer': 4, 'sizes': [1, 2], 'old_key': 1}, 'data': 'abc', 'seed': 1}
     same = {'model': {'n_layer': 4, 'sizes': (1, 2), 'new_key': 1}, 'data': 'abc', 'seed': 1}
-    checkpoint.check_identity(saved, same)
-    with pytest.raises(ValueError, match='model.n_layer=4, .* 6: '):
-        checkpoint.check_identity(saved, {**same, 'model': {'n_layer': 6}})
-    with pytest.raises(ValueError, match="data='abc', .* 'xyz': "):
-        checkpoint.check_identity(saved, {**same, 'data': 'xyz'})
+    identity.refuse_another(saved, same, {}, {})
+    for explicit, who in (({}, 'nobody set it'), ({'n_layer': 'command line'}, 'command line')):
+        said = rf'model.n_layer=4, this run has 6 \({who}\): go on with --n_layer=4, or use another --out_dir'
+        with pytest.raises(ValueError, match=said):
+            identity.refuse_another(saved, {**same, 'model': {'n_layer': 6}}, {'n_layer': 6}, explicit)
+    with pytest.raises(ValueError, match=r"data='abc', this run has 'xyz' \(nobody set it\): use another --out_dir"):
+        identity.refuse_another(saved, {**same, 'data': 'xyz'}, {'n_layer': 6}, {})
 
 
 def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
@@ -251,7 +253,7 @@ def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
     saved = {'identity': {}, 'step': 75, 'config': before}
 
     def lines(**changes):
-        return identity.check_resume(saved, {**before, **changes}, {})
+        return identity.check_resume(saved, {**before, **changes}, {}, {})
 
     assert lines() == []
     (changed,) = lines(beta1=0.8)
@@ -272,7 +274,7 @@ def test_a_run_of_an_earlier_version_goes_on_unless_it_used_what_is_gone():
     def resume(eval_only=False, script=(('inner_steps', 9),), **used):
         keys = {'max_iters': 100, 'out_dir': 'a', 'eval_only': eval_only, **dict(script)}
         before = {key: value for key, value in {**as_default, **used}.items() if value != 'absent'}
-        return identity.check_resume({'identity': {}, 'step': 5, 'config': before}, keys, {})
+        return identity.check_resume({'identity': {}, 'step': 5, 'config': before}, keys, {}, {})
 
     assert resume() == resume(exchange_k=9) == resume(error_decay=0.5, error_feedback=False) == []
     assert resume(fragment_mix=0.5, overlap_steps=1) == []
@@ -295,7 +297,7 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
         model = ModelConfig(n_embd=72, vocab_size=9, parametrization='completep', base_width=32, base_depth=2).to_dict()
         older = {key: value for key, value in (model | before).items() if value != 'absent'}
         saved = {'identity': {'model': older}, 'step': 5, 'config': {}}
-        return identity.check_resume(saved, keys, {'model': model})
+        return identity.check_resume(saved, keys, {'model': model}, {})
 
     assert resume() == []
     with pytest.raises(ValueError, match='model.base_width=16, .* 32: .*--out_dir'):
@@ -339,13 +341,13 @@ def test_a_checkpoint_from_before_a_key_goes_on_with_the_default_of_that_key_alo
         return identity.identity_of(keys, shape, data.open_mixture(keys, 'train'))
 
     saved = json.loads(json.dumps({'identity': identity_with(), 'step': 5, 'config': keys}))
-    assert identity.check_resume(saved, keys, identity_with()) == []
+    assert identity.check_resume(saved, keys, identity_with(), {}) == []
     default = saved['identity']['model'].pop(key)
-    assert identity.check_resume(saved, keys, identity_with()) == []
+    assert identity.check_resume(saved, keys, identity_with(), {}) == []
     other = CAME_LATER[kind][key]
-    said = re.escape(f'the checkpoint has model.{key}={default!r}, you ask for {other!r}: use another --out_dir')
+    said = re.escape(f'the checkpoint has model.{key}={default!r}, this run has {other!r} (nobody set it): ')
     with pytest.raises(ValueError, match=said):
-        identity.check_resume(saved, keys, identity_with(**{key: other}))
+        identity.check_resume(saved, keys, identity_with(**{key: other}), {})
 
 
 def test_torch_reads_what_we_write_and_finds_the_same_index(runs):
