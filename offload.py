@@ -127,9 +127,10 @@ def checkpoint_activations(model, mode):
     host memory."""
     model.checkpoint_activations('full' if mode == 'offload' else mode)
     if mode == 'offload':
-        host = InputsOnHost()
+        # forward itself is compiled. Here and not as a decorator, since it imports the compiler.
+        run = torch.compiler.disable(InputsOnHost().run, recursive=False)
         for block in model.blocks:
-            block.forward = partial(host.run, block.forward)
+            block.forward = partial(run, block.forward)
 
 
 class InputsOnHost:
@@ -152,7 +153,6 @@ class InputsOnHost:
         self.latest = None  # weak reference to the Input that was saved last
         self.leaving = None  # (a tensor, the event after its copy): until then its memory must not be reused
 
-    @torch.compiler.disable(recursive=False)  # forward itself is compiled
     def run(self, forward, x, *args, **kwargs):
         """Call a block's forward(x, ...); x (B, T, C) is moved if autograd saves it."""
         # A weak reference to x, because what autograd saves keeps these functions alive, and they would keep x.

@@ -158,6 +158,8 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
 
     errors.report_errors(advice)
     run = Run(config, explicit, {**vars(config)}, strategy, *start_process(config))
+    lines = devices.make_compile_caches()
+    run.notes += lines if config.compile else []
     if 'prompts' not in vars(config):
         refuse_other_data(config, pairs)
     open_init_from(run)

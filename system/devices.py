@@ -2,12 +2,15 @@
 Which device and which dtype a rank computes with, and how the device is set up.
 """
 
+import atexit
 import contextlib
 import ctypes
+import getpass
 import importlib.util
 import mmap
 import os
 import shutil
+import tempfile
 
 from system.processes import local_world_size, ranks_in_words
 
@@ -113,6 +116,33 @@ def has_compiler(device):
     """Whether torch.compile finds the compiler it needs: its CPU kernels are C++, and its GPU kernels are launched by
     code in C."""
     return shutil.which(os.environ.get('CXX', 'g++') if device == 'cpu' else os.environ.get('CC', 'gcc')) is not None
+
+
+def make_compile_caches():
+    """
+    Make sure that torch's compiler can have its folders, or let it have temporary ones: parts of torch import it where
+    nothing is compiled, too, and it ends without them. Returns lines for the log. Call it before anything imports it.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # in a container in which this user has no name: torch takes another folder
+        user = 'nobody'
+    lines = []
+    default = os.path.join(tempfile.gettempdir(), f'torchinductor_{user}')
+    for name, folder in {'TORCHINDUCTOR_CACHE_DIR': default, 'TRITON_CACHE_DIR': None}.items():
+        folder = os.environ.get(name) or folder
+        try:
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            os.environ[name] = tempfile.mkdtemp(prefix='compiled_')
+            atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
+            lines.append(
+                f'WARNING: {name}={folder} cannot be written ({error.strerror}): what is compiled goes to '
+                f'{os.environ[name]} for now, and the next run compiles it again'
+            )
+    return lines
 
 
 def configure_allocator():

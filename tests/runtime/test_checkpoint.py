@@ -249,7 +249,8 @@ def test_another_configuration_is_refused_with_both_values():
 
 def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
     keys = {'learning_rate': 1e-3, 'lr_schedule': 'linear', 'warmup_iters': 0, 'lr_decay_iters': 100, 'min_lr': 0.0}
-    before = {**keys, 'max_iters': 100, 'out_dir': 'a', 'eval_only': False, 'beta1': 0.9}
+    before = {**keys, 'max_iters': 100, 'out_dir': 'a', 'eval_only': False, 'beta1': 0.9, 'optimizer': 'adamw'}
+    before |= {'weight_decay': 0.1, 'wd_ts': None}
     saved = {'identity': {}, 'step': 75, 'config': before}
 
     def lines(**changes):
@@ -262,6 +263,10 @@ def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
     assert re.match('WARNING: .*learning rate .* 2.50e-04 .* 7.50e-04 .*75', warning)
     assert changed.endswith(' 75: lr_decay_iters 100 -> 300, max_iters 100 -> 300')
     assert lines(max_iters=75)[-1].endswith('max_iters 100 -> 75')
+    before |= {'optimizer': 'adamw-decay', 'wd_ts': 25, 'weight_decay': 0.4}  # 0.1 at step 75
+    assert 'WARNING: the weight decay jumps from 1.00e-01 to 1.60e-01 at step 75' in lines(wd_ts=50)
+    before |= {'optimizer': 'ademamix', 'wd_ts': None}
+    assert 'WARNING: the share of the long momentum jumps from 7.50e-01 to 3.75e-01 at step 75' in lines(max_iters=200)
     with pytest.raises(ValueError, match='out_dir=a .* 75, .*max_iters=3: .*--out_dir'):
         lines(max_iters=3)
     assert lines(max_iters=3, eval_only=True)
@@ -300,7 +305,7 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
         return identity.check_resume(saved, keys, {'model': model}, {})
 
     assert resume() == []
-    with pytest.raises(ValueError, match='model.base_width=16, .* 32: .*--out_dir'):
+    with pytest.raises(ValueError, match='model.base_width=16, .* 32 .*--out_dir'):
         resume(base_width=16)
     with pytest.raises(ValueError, match="model.parametrization='standard', .* 'completep'"):
         resume(**dict.fromkeys(('parametrization', 'base_width', 'base_depth'), 'absent'))  # of an earlier version
