@@ -93,7 +93,7 @@ from tqdm import tqdm
 
 from comparison import jobs, page, plots, results, run_matrix, sweep, verdict
 from comparison.results import folder_of
-from system import errors, processes
+from system import devices, errors, processes
 from system.files import ROOT, read_json
 
 # --- RUN --------------------------------------------------------------------------------------------------------------
@@ -483,6 +483,7 @@ def main(config, train_keys, explicit):
 
 if __name__ == '__main__':
     errors.report_errors(prints_result=bool(config.plan))
+    devices.make_compile_caches()  # a plan compiles parts of the model
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: end the run under way, and say how to continue
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)

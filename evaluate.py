@@ -73,6 +73,7 @@ from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 # --- PROCESSES --------------------------------------------------------------------------------------------------------
 errors.report_errors(lambda: 'lower batch_size or block_size, or use --shard=torch on several ranks')
 processes.end_with_parent()
+devices.make_compile_caches()  # torch imports its compiler to read a checkpoint
 rank, local_rank, world_size = processes.ranks_from_environment()
 device = devices.choose_device(config.device, local_rank)
 compute_dtype = devices.choose_dtype(config.dtype, device)

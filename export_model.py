@@ -51,7 +51,7 @@ from huggingface import convert, finetune, lora, native, rounding
 from model import GPT
 from moments import is_finite
 from runtime import checkpoint
-from system import errors, files
+from system import devices, errors, files
 from text.conversations import template_of
 from text.tokenizer import (
     END_OF_TEXT,
@@ -63,6 +63,7 @@ from text.tokenizer import (
 )
 
 errors.report_errors()
+devices.make_compile_caches()  # torch imports its compiler to read a checkpoint
 CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ from system import devices, errors
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 errors.report_errors(lambda: 'lower batch_size', prints_result=True)
+devices.make_compile_caches()  # torch imports its compiler to read a checkpoint
 config.device = devices.choose_device(config.device, local_rank=0)
 compute_dtype = devices.choose_dtype(config.dtype, config.device)
 torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would plan anew for every length, so for every token

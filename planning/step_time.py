@@ -12,7 +12,6 @@ and 1/context_parallel of each sequence. So its work is that of a smaller model,
 """
 
 import math
-import re
 import statistics
 from collections import namedtuple
 from functools import cache
@@ -28,17 +27,17 @@ from layout import FP32, Layout
 from model import ModelConfig, has_flash_attention, idle_numbers
 from planning import sizes, traffic
 from planning.memory import Plan
-from system.devices import PEAK_FLOPS
+from system.devices import A100, H100
 
-# What a GPU reaches, for use if nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention:
+# What a GPU reaches, for use if nothing was measured. peak: FLOP/s. matmul: share of the peak in large bfloat16 matmuls. attention:
 # the same for FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an
 # A100). memory: bytes/s, 0.9 of the data sheet. within: bytes/s of NVLink one way. between: bytes/s of the network card
 # that each GPU has. Both are 0.8 of the data sheet, which all-reduces of nccl-tests reach. gb: GB of memory.
-Gpu = namedtuple('Gpu', 'matmul attention memory within between gb')
+Gpu = namedtuple('Gpu', 'peak matmul attention memory within between gb')
 GPUS = {
-    'h100': Gpu(0.70, 0.35, 0.9 * 3.35e12, 0.8 * 450e9, 0.8 * 50e9, 80),
-    'h200': Gpu(0.70, 0.35, 0.9 * 4.80e12, 0.8 * 450e9, 0.8 * 50e9, 141),
-    'a100': Gpu(0.75, 0.55, 0.9 * 2.04e12, 0.8 * 300e9, 0.8 * 25e9, 80),
+    'h100': Gpu(H100, 0.70, 0.35, 0.9 * 3.35e12, 0.8 * 450e9, 0.8 * 50e9, 80),
+    'h200': Gpu(H100, 0.70, 0.35, 0.9 * 4.80e12, 0.8 * 450e9, 0.8 * 50e9, 141),
+    'a100': Gpu(A100, 0.75, 0.55, 0.9 * 2.04e12, 0.8 * 300e9, 0.8 * 25e9, 80),
 }
 # Seconds of a step of a ring within a node, of one between nodes, and of starting a collective, from NCCL's own table
 # for the protocol that it uses for large messages (src/graph/tuning.cc).
@@ -70,10 +69,10 @@ def assumed(gpu, gpus, node_gpus):
         raise ValueError(f'gpu={gpu!r}: expected {", ".join(GPUS)}, or cpu with --measured and --links')
     check_nodes(gpus, node_gpus)
     kind = GPUS[gpu]
-    peak = next(peak for pattern, peak in PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
     # In fp32 AdamW reads weight, gradient and two moments, and writes all but the gradient, which clipping reads again.
     update = 8 * FP32 / kind.memory
-    device = Device(kind.matmul * peak, kind.attention * peak, kind.memory, update, peak, (1.0, 1.0), NOTHING_BESIDE)
+    rates = kind.matmul * kind.peak, kind.attention * kind.peak, kind.memory, update, kind.peak
+    device = Device(*rates, (1.0, 1.0), NOTHING_BESIDE)
     within = Link(kind.within, kind.within, WITHIN_S, START_S)
     between = Link(kind.between, kind.between, BETWEEN_S, START_S)
     return Cluster(gpus, node_gpus, within, between, device, 1.0, 0.0, kind.gb)

@@ -14,8 +14,13 @@ import tempfile
 
 from system.processes import local_world_size, ranks_in_words
 
-# Dense bfloat16 FLOP/s (NVIDIA's data sheets). The PCIe and NVL boards of the H100 are slower, so they are not matched.
-PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}
+# Dense bfloat16 FLOP/s of whole cards (NVIDIA's data sheets), by the names that the driver gives them. Other names hold
+# these, too: a part of a card (MIG), one that virtual machines share, and boards that are slower (H100 PCIe, H200 NVL).
+H100, A100 = 989e12, 312e12
+PEAK_FLOPS = {
+    r'^(NVIDIA )?(H100 80GB HBM3|H200)$': H100,
+    r'^(NVIDIA )?A100(-SXM4-40GB|-SXM4-80GB|-PCIE-40GB| 80GB PCIe)$': A100,
+}
 
 
 def choose_device(device, local_rank, must_exist=True):

@@ -426,7 +426,11 @@ def test_a_wait_inside_a_tensor_operation_is_exposed_on_a_cpu():
 @pytest.mark.parametrize(
     'name, peak',
     [('NVIDIA H200', 989e12), ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA A100-SXM4-40GB', 312e12)]
-    + [(name, None) for name in ('NVIDIA H100 PCIe', 'NVIDIA GeForce RTX 4090', 'Intel(R) Xeon(R) Processor')],
+    + [('A100-PCIE-40GB', 312e12), ('NVIDIA A100 80GB PCIe', 312e12)]
+    + [(name, None) for name in ('NVIDIA H100 PCIe', 'NVIDIA GeForce RTX 4090', 'Intel(R) Xeon(R) Processor')]
+    + [(f'NVIDIA H100 80GB HBM3 MIG {part}', None) for part in ('1g.10gb', '1g.10gb+me', '7g.80gb')]
+    + [(name, None) for name in ('NVIDIA H100 NVL', 'NVIDIA H200 NVL', 'NVIDIA GH200 480GB', 'NVIDIA H100-1-10C')]
+    + [(name, None) for name in ('GRID A100-40C', 'NVIDIA A100-SXM4-40GB MIG 3g.20gb', 'NVIDIA A100X')],
 )
 def test_mfu_only_where_the_peak_is_known(monkeypatch, name, peak):
     monkeypatch.setattr(meters, 'device_name', lambda device: name)
