@@ -29,7 +29,7 @@ from planning import sizes, traffic
 from planning.memory import Plan
 from system.devices import A100, H100
 
-# What a GPU reaches, for use if nothing was measured. peak: FLOP/s. matmul: share of the peak in large bfloat16 matmuls. attention:
+# What a GPU reaches, for use if nothing was measured. peak: FLOP/s. matmul: share of it in large ones. attention:
 # the same for FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an
 # A100). memory: bytes/s, 0.9 of the data sheet. within: bytes/s of NVLink one way. between: bytes/s of the network card
 # that each GPU has. Both are 0.8 of the data sheet, which all-reduces of nccl-tests reach. gb: GB of memory.

@@ -293,20 +293,17 @@ def config_lines(config, explicit):
 
 
 def start_wandb(out_dir, config, say):
-    """A wandb run that a resumed process continues: its id lies in out_dir/wandb. WANDB_MODE=offline is obeyed."""
+    """A wandb run that a resumed process continues: its id lies in out_dir/wandb, and in a copy of that folder becomes
+    another one. WANDB_MODE=offline is obeyed."""
     try:
         import wandb
     except ImportError:
         raise ValueError('wandb_log=True needs a package that is missing: pip install wandb') from None
-    id_file = out_dir / 'wandb' / 'run_id'
-    if not id_file.exists():
-        id_file.parent.mkdir(exist_ok=True)
-        id_file.write_text(os.urandom(4).hex())
     try:
         run = wandb.init(
             **{key: config[f'wandb_{key}'] for key in ('project', 'group')},
             **{'name': config['wandb_run_name'] or out_dir.name, 'config': config},
-            **{'dir': out_dir, 'id': id_file.read_text(), 'resume': 'allow'},
+            **{'dir': out_dir, 'id': wandb_id(out_dir, say), 'resume': 'allow'},
             settings=wandb.Settings(silent=True, console='off'),  # the console is ours, and train.log has it
         )
     except wandb.Error as error:
@@ -315,6 +312,22 @@ def start_wandb(out_dir, config, say):
     run.define_metric('*', step_metric='step')  # wandb's own step cannot go back to a checkpoint's
     say(f'wandb: offline, send it with `wandb sync {Path(run.dir).parent}`' if run.offline else f'wandb: {run.url}')
     return run
+
+
+def wandb_id(out_dir, say):
+    """The id of the wandb run of this folder. A folder that was moved, or that another machine calls by another name,
+    keeps its id; a copy, whose original is still there, gets one of its own."""
+    id_file, here = out_dir / 'wandb' / 'run_id', str(out_dir.resolve())
+    run_id, made_in = [*(id_file.read_text().split('\n') if id_file.exists() else ()), '', ''][:2]
+    original = Path(made_in, 'wandb', 'run_id')
+    if run_id and made_in and original.exists() and not original.samefile(id_file):  # earlier versions wrote no folder
+        say(f'wandb: {out_dir} is a copy of {made_in}, which goes on with run {run_id}: this one gets a run of its own')
+        run_id = ''
+    if not run_id or made_in != here:
+        run_id = run_id or os.urandom(4).hex()
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(f'{run_id}\n{here}\n')
+    return run_id
 
 
 def start_tensorboard(out_dir, start_step):

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from launch import run_function
 from outputs import metrics
 
 from comparison.results import read_rows
-from runtime.log import Journal, Log
+from runtime.log import Journal, Log, wandb_id
 from runtime.meter import device_name
 
 CPU = torch.device('cpu')
@@ -208,9 +209,28 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch, capsys):
         log.close()
     said = capsys.readouterr().out
     assert '`wandb sync ' in said
-    run_id = (tmp_path / 'wandb' / 'run_id').read_text()
+    run_id = (tmp_path / 'wandb' / 'run_id').read_text().splitlines()[0]
     runs = list((tmp_path / 'wandb').glob(f'offline-run-*-{run_id}/run-{run_id}.wandb'))
     assert runs and all(b'loss' in run.read_bytes() for run in runs)  # after close() everything is written
+
+
+def test_a_copy_of_a_run_gets_a_wandb_run_of_its_own_and_a_folder_that_was_moved_keeps_its_own(tmp_path):
+    first, copy, moved, said = tmp_path / 'first', tmp_path / 'copy', tmp_path / 'moved', []
+    first.mkdir()
+    run_id = wandb_id(first, said.append)
+    assert wandb_id(first, said.append) == run_id and not said
+    (tmp_path / 'link').symlink_to(first)
+    assert wandb_id(tmp_path / 'link', said.append) == run_id and not said
+    shutil.copytree(first, copy)
+    of_copy = wandb_id(copy, said.append)
+    assert of_copy != run_id and said == [
+        f'wandb: {copy} is a copy of {first}, which goes on with run {run_id}: this one gets a run of its own'
+    ]
+    assert wandb_id(copy, said.append) == of_copy and wandb_id(first, said.append) == run_id and len(said) == 1
+    first.rename(moved)
+    assert wandb_id(moved, said.append) == run_id and len(said) == 1
+    (moved / 'wandb/run_id').write_text('of_an_earlier_version')
+    assert wandb_id(moved, said.append) == 'of_an_earlier_version'
 
 
 @pytest.mark.parametrize('package, key', [('wandb', 'wandb_log'), ('torch.utils.tensorboard', 'tensorboard_log')])
