@@ -44,7 +44,8 @@ class Mixture:
     sources: {name: dataset}. stages: [(start, {name: share})], see parse_stages(). ranks_per_sequence: this many
     consecutive ranks read the same samples (context_manual.py, tensor_manual.py). Attributes: n_tokens and n_windows
     are totals over all sources; has_starts says that rows hold several documents each, so batches are (x, y, starts);
-    changes: the steps from which on other shares are read. Call plan() before the first batch.
+    changes: the steps from which on other shares are read; filled: the share of the run's positions that hold tokens,
+    and not padding. Call plan() before the first batch.
     """
 
     def __init__(self, sources, stages, ranks_per_sequence=1):
@@ -83,6 +84,8 @@ class Mixture:
             self.orders.append(SourceOrder(first, by_number, counted))
             planned.append([step, {self.sources[number].fingerprint: str(by_number[number]) for number in numbers}])
         self.changes = steps[1:]
+        shares = (self.counts(self.total) / self.total).tolist()
+        self.filled = 1 - sum(share * source.padding for share, source in zip(shares, self.sources, strict=True))
         return planned
 
     def lines(self):

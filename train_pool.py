@@ -141,7 +141,7 @@ def may_leave():
     return watch.stop_request.agreed()
 
 
-own_tokens = run.tokens_per_step // config.num_replicas  # tokens of one step of this job
+own_tokens = run.tokens_per_step / config.num_replicas  # tokens of one step of this job
 before = saved.get('numbers_of_replicas', [saved.get('numbers')])[0]  # what is known of skipped steps
 also_log = model.communication if config.fsdp_impl == 'manual' else None  # bytes and milliseconds of gathers and sums
 watch.begin_training(model, save, group=mesh.get_group(), numbers=before, tokens_per_step=own_tokens, also_log=also_log)
@@ -213,7 +213,7 @@ while not watch.must_stop:
     round_ends = replica.round_is_over() or watch.must_stop
     if round_ends:
         with watch.part('outer', 10 * config.timeout_s):
-            row = replica.meet(leaves=watch.must_stop, facts={'tokens': replica.steps * own_tokens})
+            row = replica.meet(leaves=watch.must_stop, facts={'tokens': round(replica.steps * own_tokens)})
         at, watch.must_stop = end, watch.stop_request.agreed()  # perhaps asked while it waited
     step = replica.step
     if planner:

@@ -68,6 +68,7 @@ class TokenDataset:
 
     is_packed = is_chat = is_pairs = False
     line = None  # for the log
+    padding = 0.0  # share of the positions of all windows
     longest = 0  # tokens of the longest conversation
 
     def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard, packing=True):

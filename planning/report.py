@@ -17,10 +17,10 @@ from planning.sizes import empty_model
 from planning.traffic import sent
 
 
-def dry_run(config, shape, world_size, strategy='ddp'):
+def dry_run(config, shape, world_size, strategy='ddp', filled=1.0):
     """
-    The text that --dry_run prints. shape: to_dict() of the ModelConfig or of the Pretrained. Raises ValueError as
-    memory_bytes() and micro_steps() do.
+    The text that --dry_run prints. shape: to_dict() of the ModelConfig or of the Pretrained. filled: the share of
+    positions that hold no padding. Raises ValueError as memory_bytes() and micro_steps() do.
     """
     config = {**config, **shape}
     model = empty_model(config)
@@ -76,10 +76,11 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     most = max(kinds['sent'] for kinds in sent_by_stage) if world_size > 1 else 0
     sent_in_words = f'{most / 1e9:.3f} GB' if most >= 1e8 else f'{most / 1e6:.3f} MB'
     lines.append(f'  {sent_in_words} sent per rank per step')
-    lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens, at_most))]
+    lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens, at_most, filled))]
+    padded = ' (of padding, too)' if filled < 1 else ''
     flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}
     lines += section(
-        f'FLOPs, forward and backward{at_most and ", at most, without writing answers"}',
+        f'FLOPs, forward and backward{padded}{at_most and ", at most, without writing answers"}',
         {name: f'{number:.3e}' for name, number in flops.items()},
     )
     copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the newest comes before the oldest goes
@@ -100,11 +101,12 @@ def columns(parts_by_stage):
     return {part: ' '.join(f'{parts[part] / 1e9:8.3f}' for parts in parts_by_stage) for part in parts_by_stage[0]}
 
 
-def schedule_lines(config, tokens_per_step, at_most=''):
+def schedule_lines(config, tokens_per_step, at_most='', filled=1.0):
     """Lines on the steps, tokens and learning rates of the run."""
     peak = config['learning_rate']
     tokens = config['max_iters'] * tokens_per_step
-    lines = [f'{config["max_iters"]:,} steps x {at_most}{tokens_per_step:,} = {at_most}{tokens:,} tokens']
+    what = 'tokens' if filled == 1 else f'positions, of which {filled:.0%} hold tokens and the others padding'
+    lines = [f'{config["max_iters"]:,} steps x {at_most}{tokens_per_step:,} = {at_most}{tokens:,} {what}']
     lines.append(f'{config["optimizer"]}: warm-up over {config["warmup_iters"]:,} steps to learning rate {peak:.3g}')
     if config['lr_schedule'] != 'constant':
         lines.append(f'{config["lr_schedule"]}: down to {config["min_lr"]:.3g} at step {config["lr_decay_iters"]:,}')

@@ -83,9 +83,10 @@ class Run:
 
     @property
     def tokens_per_step(self):
+        """Those of an average step: padding does not count."""
         if 'prompts' in vars(self.config):  # in each step another number
             return 0
-        return self.config.global_batch_size * self.config.block_size
+        return self.config.global_batch_size * self.config.block_size * self.train_data.filled
 
     @property
     def home(self):
@@ -103,7 +104,8 @@ class Run:
                 from planning import report
 
                 print(*self.notes, sep='\n')
-                print(report.dry_run(vars(config), self.shape.to_dict(), self.layout.ranks, self.strategy))
+                facts = self.shape.to_dict(), self.layout.ranks, self.strategy, self.train_data.filled
+                print(report.dry_run(vars(config), *facts))
             sys.exit()
         frozen = f' ({config.frozen_dtype} where they are not trained)' if config.frozen_dtype else ''
         if self.strategy != 'deepspeed':  # there a JSON may say otherwise, and the engine is asked

@@ -64,8 +64,9 @@ def fill_layout(run, ranks):
     if kept:
         run.notes.append(f'global_batch_size={kept}, which nobody set, is that of the run in {config.out_dir}')
     run.layout = Layout.of(vars(config), run.strategy, ranks)
-    if run.tokens_per_step:
-        run.notes.append(run.layout.batch_line(config.batch_size, config.block_size))
+    if 'prompts' not in vars(config):  # of which each step has another number
+        line = run.layout.batch_line(config.batch_size, config.block_size)
+        run.notes.append(line + (', padding included' if run.train_data.is_packed else ''))
     if config.eval_iters is not None:
         config.eval_sequences = config.eval_iters * config.global_batch_size
         run.notes.append(

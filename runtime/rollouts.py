@@ -42,7 +42,7 @@ class Prompts:
     """The rows of some task files, in the place of data.Mixture. Sample i of a run is one of them, by a shuffle."""
 
     is_chat = is_packed = is_pairs = False  # nothing of these is read: documents are made in each step
-    longest, padding, changes = 0, 0.0, ()
+    longest, padding, filled, changes = 0, 0.0, 1.0, ()
 
     def __init__(self, config, encoder, pretrained):
         self.encoder, self.names, self.sources = encoder, config.prompts, [self]

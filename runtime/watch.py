@@ -258,7 +258,7 @@ class Watch:
     def with_totals(self, step, row):
         """The row with the run's totals: tokens and epochs read so far in front, steps skipped at the end."""
         samples = step * self.config.global_batch_size
-        tokens = {'tokens': step * self.run.tokens_per_step} if self.run.tokens_per_step else {}
+        tokens = {'tokens': round(step * self.run.tokens_per_step)} if self.run.tokens_per_step else {}
         read = {**tokens, **self.run.train_data.epochs(samples)}
         return read | row | ({'skipped': self.numbers.skipped} if self.numbers.skipped else {})
 
@@ -271,7 +271,7 @@ class Watch:
         """
         if self.checksum_interval:
             self.compare_weights(step, raw_model)
-        state = {'tokens': step * self.run.tokens_per_step, 'scaler': scaler, 'numbers': self.numbers.state()}
+        state = {'tokens': round(step * self.run.tokens_per_step), 'scaler': scaler, 'numbers': self.numbers.state()}
         state |= {'identity': self.run.identity, 'config': vars(self.config), 'best': self.best.state(), **(more or {})}
         state |= {'base': self.run.base} if self.run.base else {}
         best = self.best.step if self.best.is_kept else None

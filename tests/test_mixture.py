@@ -445,3 +445,21 @@ def test_a_run_over_packed_documents_is_one_over_single_documents(tmp_path, scri
         optimizer.step()
         optimizer.zero_grad()
     batches.close()
+
+
+@pytest.mark.parametrize('packing', [True, False])
+def test_padding_counts_neither_as_tokens_nor_in_their_rate(tmp_path, packing):
+    make_documents(tmp_path, 'docs', LENGTHS)
+    dataset = data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents', packing=packing)
+    targets = dataset.n_tokens - 1  # of an epoch: the documents' own
+    assert targets < 0.99 * dataset.n_windows * 32
+    options = ['--dataset=docs', '--windows=documents', f'--packing={packing}', '--eval_sequences=0']
+    options += ['--batch_size=1', '--global_batch_size=1', f'--max_iters={dataset.n_windows}']
+    said = run(tmp_path, tmp_path / 'out', 'train_ddp.py', *options, '--dry_run')
+    assert f'{dataset.n_windows * 32:,} positions, of which {1 - dataset.padding:.0%} hold tokens' in said
+    run(tmp_path, tmp_path / 'out', 'train_ddp.py', *options)
+    rows = metrics(tmp_path / 'out')
+    assert rows[-1]['tokens'] == targets and rows[0]['tokens'] == round(targets / dataset.n_windows)
+    for row in rows:
+        per_step = row['tokens_per_sec'] * row['time/total'] / 1000
+        assert per_step == pytest.approx(targets / dataset.n_windows, rel=1e-3)
