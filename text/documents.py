@@ -22,6 +22,7 @@ from text.chat_rows import labelled_of, reason_against_text, row_of
 from text.sources import (
     COMPRESSED,
     IN_BRACES,
+    arrow_batches,
     check_holds_text,
     fields_of,
     is_template,
@@ -238,13 +239,13 @@ def _read_parquet(source, part, offset):
 
 
 def _read_arrow(source, part, offset):
-    """Rows of a stream of Arrow record batches. It is read and not mapped, as mapped pages count as memory. Offset:
-    rows."""
+    """Rows of Arrow record batches. The file is read and not mapped, as mapped pages count as memory. Offset: rows."""
     import pyarrow
 
-    with pyarrow.OSFile(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
-        columns = source.columns(stream.schema.names)
-        slices = itertools.chain.from_iterable(_slices(batch.select(columns)) for batch in stream)
+    with pyarrow.OSFile(part.path) as file:
+        schema, batches = arrow_batches(file)
+        columns = source.columns(schema.names)
+        slices = itertools.chain.from_iterable(_slices(batch.select(columns)) for batch in batches)
         position = 0
         for pieces, row, _ in _rows(source, slices, offset, part.path, 0):
             yield pieces, row, file.tell() - position

@@ -58,14 +58,18 @@ FILE_KINDS = {  # how a file is read, by the ending of its name; any other endin
     '.yaml': 'yaml',
     '.yml': 'yaml',
     '.parquet': 'parquet',
-    '.arrow': 'arrow',
+    '.arrow': 'arrow',  # the file format or the stream format, by its first bytes
+    '.arrows': 'arrow',
+    '.feather': 'arrow',
 }
 
 IN_BRACES = re.compile(r'\{([^{}]+)\}')  # a field of a template; its name may have spaces, hyphens and dots
 
 COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # of text, tables and lines of JSON (.json.gz usually holds lines)
 MAGIC = {'gzip': b'\x1f\x8b', 'zstd': b'\x28\xb5\x2f\xfd'}  # first bytes of such files
+ARROW_FILE = b'ARROW1'
 MAGIC |= {'bzip2': b'BZh91AY&SY', 'xz': b'\xfd7zXZ', 'zip': b'PK\x03\x04'}  # and of others, which are not read
+SKIPPABLE = re.compile(rb'[\x50-\x5f]\x2a\x4d\x18')  # of zstd: a frame without content, as pzstd begins
 BOM = b'\xef\xbb\xbf'  # Windows puts it before a text in UTF-8; it does not belong to the text
 ROW_KINDS = ('jsonl', 'json', 'csv', 'parquet', 'arrow')
 
@@ -80,6 +84,10 @@ HUB_NAMES = {  # short name -> (repository, configuration)
     'fineweb-100BT': ('HuggingFaceFW/fineweb', 'sample-100BT'),
     'fineweb-edu-10BT': ('HuggingFaceFW/fineweb-edu', 'sample-10BT'),
 }
+
+
+class Damaged(ValueError):
+    """A file is not whole, or not what its name says, so part of the data would be missing without it."""
 
 
 class Part(NamedTuple):
@@ -270,11 +278,14 @@ def _json_of(path):
 
 
 def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, chat_fields):
-    """A Source of local files. Files that cannot be read are left out, and listed in its `skipped`."""
+    """A Source of local files. Files that are no text, and those that may not be read, are left out, and listed in its
+    `skipped`. Raises ValueError if a file is damaged: part of the data would be missing."""
     found, skipped = [], []
     for path in paths:
         try:
             part, sha256, rows = _inspect(path, chat_fields)
+        except Damaged as error:
+            raise ValueError(f'{path}: {error}; if it cannot be had whole, take it out of the folder') from error
         except (OSError, ValueError) as error:
             skipped.append(f'{path}: {reason_of(error)}')
         else:
@@ -433,14 +444,19 @@ def _inspect(path, chat_fields=()):
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for ever
         raise ValueError('no regular file')
     size, start, end, sha256 = _fingerprint(path)
+    codec = COMPRESSED.get(Path(path).suffix.lower())
+    if not size and (codec or kind in ('parquet', 'arrow')):
+        raise Damaged('damaged: it is empty')
     if not size:
         return Part(str(path), kind), sha256, []
-    codec = COMPRESSED.get(Path(path).suffix.lower())
     if codec and not start.startswith(LFS_POINTER):
-        if not start.startswith(MAGIC[codec]):
-            raise ValueError(f'not compressed by {codec}, as its name says: give it the name of what it is')
-        with open_file(path) as file:
-            start = file.read(SAMPLE_BYTES)
+        if not start.startswith(MAGIC[codec]) and not (codec == 'zstd' and SKIPPABLE.match(start)):
+            raise Damaged(f'not compressed by {codec}, as its name says: give it the name of what it is')
+        try:
+            with open_file(path) as file:
+                start = file.read(SAMPLE_BYTES)
+        except OSError as error:
+            raise Damaged(f'damaged: {reason_of(error)}') from error
         end = b''
     _check_content(kind, start, end)
     if kind == 'json' and _is_lines(path):
@@ -502,11 +518,16 @@ def _check_content(kind, start, end):
     if kind == 'yaml' and importlib.util.find_spec('yaml') is None:
         raise ValueError('needs PyYAML: pip install pyyaml')
     if start.startswith(LFS_POINTER):
-        raise ValueError('a pointer of Git LFS in place of the file: fetch it with `git lfs pull`')
+        error = Damaged if kind in ROW_KINDS else ValueError
+        raise error('a pointer of Git LFS in place of the file: fetch it with `git lfs pull`')
     if kind == 'parquet' and not (start[:4] == b'PAR1' == end[-4:]):
-        raise ValueError('damaged: parquet begins and ends with PAR1')
-    if kind == 'arrow' and start[:4] != b'\xff\xff\xff\xff':
-        raise ValueError('not a stream of Arrow record batches')
+        raise Damaged('damaged: parquet begins and ends with PAR1')
+    if kind == 'arrow' and start[:4] == b'FEA1':
+        raise Damaged('Feather 1: write it again with pyarrow.feather.write_feather, as Feather 2 or parquet')
+    if kind == 'arrow' and start[:4] != b'\xff\xff\xff\xff' and start[:6] != ARROW_FILE:
+        raise Damaged('damaged: Arrow begins with ARROW1, or as a stream of record batches')
+    if kind == 'json' and start.removeprefix(BOM).lstrip()[:1] == b'[' and end.rstrip()[-1:] != b']':
+        raise Damaged('damaged: a list of JSON that does not end')
     if packer := next((name for name, begin in MAGIC.items() if start.startswith(begin)), None):
         raise ValueError(f'compressed by {packer}: unpack it, or name it .gz or .zst if it is')
     if start[:2] in (b'\xff\xfe', b'\xfe\xff'):
@@ -530,7 +551,7 @@ def _first_rows(path, kind, chat_fields):
             rows = [_object_at_start_of(line) for line in file.readlines(FIRST_BYTES)[:ROWS_LOOKED_AT]]
         rows = [row for row in rows if row is not None]
         if not rows:
-            raise ValueError(f'expected a JSON object on each line, found none in the first {FIRST_BYTES:,} bytes')
+            raise Damaged(f'expected a JSON object on each line, found none in the first {FIRST_BYTES:,} bytes')
         return rows
     if kind == 'json':
         with open(path, 'rb') as file:
@@ -644,16 +665,17 @@ def _rows_of_columns(path, kind, chat_fields):
                 batches = file.iter_batches(ROWS_LOOKED_AT, columns=read, use_threads=False) if read else iter(())
                 batch = next(batches, None)
         else:
-            with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-                names = stream.schema.names
+            with pyarrow.OSFile(str(path)) as file:
+                schema, batches = arrow_batches(file)
+                names = schema.names
                 read = _fields_looked_at(names, chat_fields)
-                batch = next((batch for batch in stream if len(batch)), None) if read else None
+                batch = next((batch for batch in batches if len(batch)), None) if read else None
                 batch = batch and batch.select(read)
         if batch:
             batch.validate(full=True)
         rows = [json.loads(json_of(row)) for row in batch.slice(0, ROWS_LOOKED_AT).to_pylist()] if batch else []
     except (ValueError, OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f'damaged: {one_line(error)}') from error
+        raise Damaged(f'damaged: {one_line(error)}') from error
     empty = {name: '' if name == 'text' else None for name in names}
     return [empty | row for row in rows or [{}]]
 
@@ -675,8 +697,19 @@ def _schema_of(path, kind):
 
     if kind == 'parquet':
         return pyarrow.parquet.read_schema(path)
-    with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-        return stream.schema
+    with pyarrow.OSFile(str(path)) as file:
+        return arrow_batches(file)[0]
+
+
+def arrow_batches(file):
+    """(schema, record batches) of an open Arrow file: of the file format, which ends with the places of all batches,
+    or of the stream format."""
+    import pyarrow
+
+    is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
+    file.seek(0)
+    reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+    return reader.schema, map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
 
 
 def check_holds_text(origin, name, kind):
