@@ -622,20 +622,6 @@ def read_model_config(path, state):
     return config
 
 
-def check_identity(saved, current, prefix=''):
-    """Refuse to resume a run as a different one.
-
-    saved, current: nested dicts, as {'model': {'n_layer': 12}, 'seed': 1}; a key that only one of them has is ignored.
-    Raises ValueError that names the first key that differs, with both values.
-    """
-    for key in [key for key in current if key in saved]:
-        was, now = saved[key], json.loads(json.dumps(current[key]))  # tuples become lists, as in state.json
-        if isinstance(was, dict) and isinstance(now, dict):
-            check_identity(was, now, f'{prefix}{key}.')
-        elif was != now:
-            raise ValueError(f'the checkpoint has {prefix}{key}={was!r}, you ask for {now!r}: use another --out_dir')
-
-
 def load(path, model, optimizer=None, optimizer_key='optim', share=WHOLE):
     """Load a checkpoint in place, whatever strategy and number of ranks wrote it, and return its state. Collective.
 

@@ -80,7 +80,7 @@ def batch_of_run(out_dir):
     user's that it change with them."""
     for path in checkpoint.checkpoints_in(os.path.join(out_dir, 'checkpoints')):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged, which is said later
-            return checkpoint.read_state(path)['identity']['global_batch_size']
+            return max(0, int(checkpoint.read_state(path)['identity']['global_batch_size']))
     return None
 
 
