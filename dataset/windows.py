@@ -407,7 +407,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
             f"data with that model's tokenizer, or save the model after transformers' resize_token_embeddings({n})"
         )
     if 'vocab_size' not in meta:
-        assumed = f'vocab_size={vocab_size} as given' if vocab_size else f"GPT-2's vocab_size={GPT2_VOCAB_SIZE}"
+        assumed = f'vocab_size={vocab_size} of the run' if vocab_size else f"GPT-2's vocab_size={GPT2_VOCAB_SIZE}"
         aside = 'for other tokens give --vocab_size; a meta.pkl is never opened, for it can run code'
         if vocab_size is None:
             meta['eot_token'] = GPT2_VOCAB_SIZE - 1
