@@ -1216,7 +1216,7 @@ def logits_differ(logits, expected, exact):
     too. In 16 bits that of three in four tokens, since a router's near tie sends some tokens to other experts."""
     if exact:
         return (logits - expected).norm() / expected.norm()
-    return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).quantile(0.75)
+    return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).quantile(0.75, interpolation='lower')
 
 
 def packed_is_not_alone(model, raw_model, x, length, exact):
@@ -1226,7 +1226,7 @@ def packed_is_not_alone(model, raw_model, x, length, exact):
     Two documents of x (1, T), the first of more than `length` tokens, stand in two rows of T in turn. What differs
     where they begin a row is rounding, unless it is more than 0.1; in 16 bits, models round in different ways."""
     T = x.shape[1]
-    end = max(1, min(16, T // 4))
+    end = max(1, min(16, T // 16))
     one, two, rest = x.split([m := min(length + 16, T - 2 * end), f := T - m - end, end], 1)
     rows = torch.cat((torch.cat((one, two, rest), 1), torch.cat((two, one, rest), 1)))
     starts = torch.tensor([[0, m, m + f], [0, f, f + m]], device=x.device)
@@ -1239,15 +1239,13 @@ def packed_is_not_alone(model, raw_model, x, length, exact):
     places = torch.stack((torch.cat((of_one, m + of_two)), torch.cat((f + of_one, of_two))))  # (2, P)
     alone = torch.cat((logits(one, of_one[None]), logits(two, of_two[None])), 1)  # (1, P, V)
     far = (logits(rows, places, starts) - alone).norm(dim=-1) / alone.norm(dim=-1)  # (2, P)
-    first = torch.arange(far.shape[1], device=x.device) < len(of_one)
-    begins, middle = far[0][first], far[1][first]
-    begins, middle = torch.cat((begins, far[1][~first])), torch.cat((middle, far[0][~first]))
     if exact:
-        found, most = far.max().item(), 1e-4
-    else:
-        found = middle.quantile(0.75).item()
-        most = min(max(0.02, 2 * begins.quantile(0.9).item()), 0.1)
-    return 0.0 if found <= most else found
+        return far.max().item() if not far.max() <= 1e-4 else 0.0
+    of_documents = far.split([len(of_one), len(of_two)], 1)
+    found = [part.quantile(0.75, 1, interpolation='lower').max().item() for part in of_documents]
+    rounding = [of_documents[0][0], of_documents[1][1]]  # each as the first of a row
+    most = [min(max(0.02, 2 * part.quantile(0.9).item()), 0.1) for part in rounding]
+    return max((by for by, limit in zip(found, most, strict=True) if not by <= limit), default=0.0)
 
 
 def documents_mix(model, vocab_size, T, device):

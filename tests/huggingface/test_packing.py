@@ -2,10 +2,13 @@
 
 import importlib
 import itertools
+import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from precision import assert_as_close_to_float64
 from pretrained import HYBRID, MODELS, MORE_MODELS, OF_LENGTH, POSITIONS, TURN, VOCABULARY, save_model
@@ -113,6 +116,62 @@ def test_what_depends_on_lengths_is_computed_in_each_row_as_transformers_compute
             logits = model(x[:, : borders[1]])
         found = {f'document {n}': logits[:, a:b] for n, (a, b) in enumerate(itertools.pairwise(borders))}
         assert_as_close_to_float64(found, alone(torch.float32), alone(torch.float64), kind)
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def of_self_test(folder, dtype, packed, change=lambda model: None):
+    """What the self-test says of a model that has been changed."""
+    pretrained, model = loaded(folder, dtype)
+    finetune.cast_weights(model, dtype, 'cpu')
+    model.compute_dtype = dtype
+    change(model)
+    try:
+        return finetune.self_test(model, model, pretrained, not packed, packed, torch.device('cpu'))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_the_self_test_sees_that_a_batch_chooses_the_rotation_of_its_texts(tmp_path, dtype):
+    folder = save_model(tmp_path, 'phi3_longrope', initializer_range=0.3)
+    assert of_self_test(folder, dtype, True).endswith('packed documents do not see each other')
+    with mock.patch.object(finetune.rotation, 'by_document'):
+        said = of_self_test(folder, dtype, True)
+    assert 'computes a document in the middle of a packed row otherwise than alone' in said
+
+
+def test_the_self_test_sees_that_attention_counts_columns(tmp_path):
+    said = of_self_test(save_model(tmp_path, 'llama4_text', initializer_range=0.3), torch.float32, True)
+    assert re.search('llama4_text computes a document in the middle .*--packing=False gives each', said)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_the_self_test_sees_that_a_router_chooses_other_experts(tmp_path, alone, dtype):
+    def without_jitter(model):
+        for module in model.jittered:
+            module.router_jitter_noise = 0.0
+
+    folder = save_model(tmp_path, 'phimoe', router_jitter_noise=0.1)
+    assert 'logits are those of' in of_self_test(folder, dtype, False)
+    assert 'logits differ from those of the folder' in of_self_test(folder, dtype, False, without_jitter)
+
+
+def test_the_self_test_reaches_a_window(tmp_path, alone):
+    folder = save_model(tmp_path, 'mistral', sliding_window=40, initializer_range=0.3)
+    right = finetune.causal_attention
+
+    def too_near(*args, sliding_window=None, **options):
+        return right(*args, sliding_window=sliding_window - 1, **options)
+
+    assert 'logits are those of' in of_self_test(folder, torch.float32, False)
+    with mock.patch.object(finetune, 'causal_attention', too_near):
+        assert 'logits differ' in of_self_test(folder, torch.float32, False)
 
 
 def test_padding_that_would_count_as_text_is_refused():
