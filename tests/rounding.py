@@ -1,19 +1,20 @@
 """
 The rounding of other CPUs, on any CPU: of what products of matrices, attention and sums return, half of the numbers are
-moved by one unit in the last place (one in 16 of those that have 16 bits). Which ones depends on the operation, on the
-bits of its inputs, and on a seed, TEST_ROUNDING. So the same computation still gives the same bits, in a repeat, on
-another rank and in another process. Two that this CPU happens to round alike no longer do: sums in another order, the
-same row in another batch, a loss with a term whose gradient is zero and one without.
+moved by one unit in the last place (one in 16 of those that have 16 bits). Which ones follows from the operation, the
+shapes of its inputs, each number and the terms that it is the sum of, and from a seed, TEST_ROUNDING. So the same
+computation still gives the same bits, in a repeat, on another rank and in another process, and a row does not depend on
+what other rows hold. Two that this CPU happens to round alike no longer do: sums in another order, the same row in a
+batch of another size, a loss with a term whose gradient is zero and one without.
 
 rounding.sh has every process that imports torch call start(). Left as they are:
 
-- what is exact on every CPU: sums of at most two terms, and numbers such as 0, 1 or a count, whose last bits are zero;
+- what is exact on every CPU: one product, a sum of two terms, and numbers such as 0, 1 or a count, whose last bits are
+  zero;
 - what process groups add up, and sums that torch.compile makes kernels of, for neither is dispatched (the products
   between such kernels are);
 - other devices, such as `meta`. A DTensor comes here as its shards do.
 """
 
-import ctypes
 import functools
 import os
 import warnings
@@ -21,78 +22,87 @@ import zlib
 
 import torch
 
-# What has a kernel of its own on CPUs. What is composed of these, such as linear(), moves with them.
+# What has a kernel of its own on CPUs. What is composed of these, such as linear(), moves with them. Of the first three
+# the terms are found: the kernel itself says where each goes. Of the others the result alone counts.
 PRODUCTS = (
-    'mm bmm addmm addmm_ baddbmm baddbmm_ addbmm addmv addmv_ dot vdot mm.out bmm.out addmm.out baddbmm.out addmv.out '
-    '_grouped_mm _scaled_mm convolution convolution_backward _scaled_dot_product_flash_attention_for_cpu '
-    '_scaled_dot_product_flash_attention_for_cpu_backward'
-).split()
+    'mm bmm addmm addmm_ baddbmm baddbmm_ addbmm addmv addmv_ dot vdot mm.out bmm.out addmm.out baddbmm.out'.split()
+)
 SUMS = 'sum.dim_IntList sum.IntList_out mean.dim mean.out nansum'.split()
 SCATTERED = 'index_add index_add_ scatter_add scatter_add_ _index_put_impl_ embedding_dense_backward'.split()
 OTHERS = (
-    'linalg_vector_norm linalg_vector_norm.out norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype var.correction '
-    'var_mean.correction std.correction std_mean.correction native_layer_norm native_layer_norm_backward '
-    'native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward _softmax _softmax.out '
-    '_softmax_backward_data _log_softmax _log_softmax.out _log_softmax_backward_data logsumexp logcumsumexp '
-    'nll_loss_forward nll_loss2d_forward cumsum cumsum_ cumsum.out cumprod'
+    '_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward _grouped_mm '
+    '_scaled_mm convolution convolution_backward linalg_vector_norm linalg_vector_norm.out norm.ScalarOpt_dim '
+    'norm.ScalarOpt_dim_dtype var.correction var_mean.correction std.correction std_mean.correction native_layer_norm '
+    'native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm '
+    'native_batch_norm_backward _softmax _softmax.out _softmax_backward_data _log_softmax _log_softmax.out '
+    '_log_softmax_backward_data logsumexp logcumsumexp nll_loss_forward nll_loss2d_forward cumsum cumsum_ cumsum.out '
+    'cumprod'
 ).split()
+FUNCTIONAL = {'sum.IntList_out': 'sum.dim_IntList', 'mean.out': 'mean.dim'}
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # One in so many numbers is moved, unless these last bits of it are all zero. Of those with 16 bits other CPUs move few,
 # since they add up in 32. If half of them were moved, errors would be more than twice what rounding makes them.
 ONE_IN = {2: (16, 15), 4: (2, 255), 8: (2, 255)}
 LIBRARY = torch.library.Library('aten', 'IMPL')
-GENERATOR = torch.Generator()
 
 
-def hash_of(values, found):
-    """crc32 of the tensors among arguments, bit for bit."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            found = hash_of(value, found)
-        elif isinstance(value, torch.Tensor):
-            found = zlib.crc32(f'{value.dtype} {value.shape}'.encode(), found)
-            tensor = value.detach().contiguous()
-            # Not by numpy(), after which FSDP could not free the storage.
-            found = zlib.crc32(ctypes.string_at(tensor.data_ptr(), tensor.nbytes), found)
-    return found
+def hash_of(tensor, seed):
+    """For each number of a tensor one of 44 random bits, which follow from its mantissa, its place and the seed: twice
+    the number and its negative are rounded as it is."""
+    place = torch.arange(tensor.numel(), device='cpu').view(tensor.shape)
+    mantissa = tensor.detach().view(BITS[tensor.itemsize]).long() & (int(1 / torch.finfo(tensor.dtype).eps) - 1)
+    found = mantissa.mul_(place.add_(seed).mul_(2).add_(1)).add_(place).mul_(-0x61C8864680B583EB)
+    found.bitwise_xor_(found >> 32).mul_(-0x40A7B892E31B1A47)
+    return found.bitwise_right_shift_(20)
 
 
-def is_not_zero(value):
-    """Ones in place of numbers that are not zero, of which the kernel of a sum counts the terms."""
-    is_term = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return (value != 0).to(value.dtype) if is_term else value
+def is_term(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def few_terms(name, arguments, result):
+def not_zero(value):
+    """Ones in place of numbers that are not zero: of these a kernel counts the terms of each sum."""
+    return (value != 0).to(value.dtype) if is_term(value) else value
+
+
+def hashed(value):
+    """A hash in place of each number that is not zero, so small that sums of products are exact in float64."""
+    return (hash_of(value, 0).bitwise_and_(0xFFFF).add_(1) * (value != 0)).double() if is_term(value) else value
+
+
+def few_terms(name, first, result):
     """Whether what is returned are products alone, or sums of two terms."""
-    first = arguments[0]
     return first.shape[-1] == 1 if name in ('mm', 'bmm') else name in SUMS and first.numel() <= 2 * result.numel()
 
 
-def moved(name, kernel, keys, *arguments, **options):
-    """What the kernel of an operation returns, moved."""
-    inputs = [value for key, value in options.items() if key != 'out']
-    called = f'{os.environ["TEST_ROUNDING"]} {name.removesuffix("_").removesuffix(".out")}'
-    seed = hash_of([*arguments, *inputs], zlib.crc32(called.encode()))
-    stays = name in SCATTERED and kernel.call_boxed(keys, *map(is_not_zero, arguments), **options) <= 2
+def moved(name, kernel, functional, keys, *arguments, **options):
+    """What the kernel of an operation returns, moved. functional: the kernel without `out`."""
+    inputs = [*arguments, *(value for key, value in options.items() if key != 'out')]
+    shapes = [(value.shape, value.dtype) for value in inputs if isinstance(value, torch.Tensor)]
+    called = f'{os.environ["TEST_ROUNDING"]} {name.removesuffix("_").partition(".")[0]} {shapes}'
+    seed, stays = zlib.crc32(called.encode()), False
+    if name not in OTHERS and is_term(arguments[0]):
+        seed = functional.call_boxed(keys, *map(hashed, arguments)).long() * 0x9E3779B1 + seed
+    if name in SCATTERED:
+        stays = functional.call_boxed(keys, *map(not_zero, arguments)) <= 2
     result = kernel.call_boxed(keys, *arguments, **options)
-    if few_terms(name, arguments, result):
+    if few_terms(name, arguments[0], result):
         return result
-    GENERATOR.manual_seed(seed)
-    for tensor in result if isinstance(result, (list, tuple)) else [result]:
-        if tensor is not None and tensor.is_floating_point():
-            bits = tensor.detach().view(BITS[tensor.itemsize])
-            one_in, last_bits = ONE_IN[tensor.itemsize]
-            flips = torch.empty(bits.shape, dtype=bits.dtype, device='cpu').random_(one_in, generator=GENERATOR)
-            flips.eq_(0).mul_(bits & last_bits != 0)
-            bits ^= flips if stays is False else flips.masked_fill_(stays, 0)
+    for number in result if isinstance(result, (list, tuple)) else [result]:
+        if is_term(number):
+            one_in, last_bits = ONE_IN[number.itemsize]
+            bits = number.detach().view(BITS[number.itemsize])
+            flips = (hash_of(number, seed) % one_in == 0) & (bits & last_bits != 0)
+            bits ^= flips if stays is False else flips & ~stays
     return result
 
 
 @functools.cache
 def start():
     warnings.filterwarnings('ignore', 'Warning only once for all operators')  # it is meant that these are overridden
-    for name in (*PRODUCTS, *SUMS, *SCATTERED, *OTHERS):
-        kernel = torch.library.get_kernel(f'aten::{name}', 'CPU')
-        LIBRARY.impl(name, functools.partial(moved, name, kernel), 'CPU', with_keyset=True)
+    names = [*PRODUCTS, *SUMS, *SCATTERED, *OTHERS]
+    kernels = {name: torch.library.get_kernel(f'aten::{name}', 'CPU') for name in names}
+    for name, kernel in kernels.items():
+        functional = kernels[FUNCTIONAL.get(name, name.removesuffix('.out'))] if name not in OTHERS else None
+        LIBRARY.impl(name, functools.partial(moved, name, kernel, functional), 'CPU', with_keyset=True)

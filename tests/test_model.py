@@ -847,7 +847,7 @@ def test_a_document_in_a_row_of_several_computes_what_it_does_alone(shape):
     packed = model(x, starts=STARTS)
     assert error(packed, torch.stack(alone)) <= apart()
     x[0, 7] = (x[0, 7] + 1) % VOCAB_SIZE  # in the second document
-    moved = (model(x, starts=STARTS) - packed).norm(dim=-1) > apart() * packed.norm(dim=-1)  # (B, T)
+    moved = (model(x, starts=STARTS) != packed).any(-1)  # (B, T)
     assert moved[0, 7:17].all() and moved.sum() == 10
     model.checkpoint_activations('full')
     losses = []

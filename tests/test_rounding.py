@@ -23,15 +23,32 @@ def in_two_ways(x):
 
 def exact(x):
     """Pairs of numbers that are equal on every CPU."""
+    half, opposite = x / 2, -x
     order, twice = torch.randperm(64, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 32
     return [
         (x.view(2, 32, 32).sum(0), x[:32] + x[32:]),
         (x[:, :1] @ x[:1], x[:, :1] * x[:1]),
+        (x @ half[:32] * 2, x @ x[:32]),
+        (-(opposite.sum(0)), x.sum(0)),
         (x.new_zeros(64, 32).index_add(0, order, x)[order], x),
         (x.new_zeros(32, 32).index_add(0, twice, x), x[:32] + x[32:]),
         (torch.ones_like(x).sum(), torch.tensor(x.numel(), dtype=x.dtype)),
         (x.sum(1, dtype=torch.int64), x.long().sum(1)),
     ]
+
+
+def rows_that_move(x):
+    """By function, which of 64 rows move if only row 5 changes. In attention rows 0 to 4 do not see it."""
+    other, mask = x.clone(), (torch.arange(64)[:, None] < 5) == (torch.arange(64) < 5)
+    other[5] += 1
+    functions = [
+        lambda x: x @ x[6:38],
+        lambda x: x.softmax(-1),
+        lambda x: F.rms_norm(x, (32,)),
+        lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3, attn_mask=mask)[0, 0],
+        lambda x: (x @ x.T).masked_fill(~mask, -torch.inf).softmax(-1) @ x,
+    ]
+    return [{*(function(x) != function(other)).any(-1).nonzero().flatten().tolist()} for function in functions]
 
 
 def results_of_seeds():
@@ -43,6 +60,8 @@ def results_of_seeds():
         for seed in ('1', '2', '1'):
             os.environ['TEST_ROUNDING'] = seed
             rounding.start()
+            assert set.union(*rows_that_move(x.to(dtype))[:3]) == {5}
+            assert set.union(*rows_that_move(x.to(dtype))[3:]) == {*range(5, 64)}
             ways, same = in_two_ways(x.to(dtype)), exact(x.to(dtype))
             assert all(torch.equal(one, other) for one, other in same)
             again = found.setdefault((dtype, seed), ways)
