@@ -20,7 +20,8 @@ settings=(
     debian
 )
 (($#)) && settings=("$@")
-# The tests that look at numbers; in files whose ranks run all cases at once, others would cost nothing and show nothing.
+# The tests that compare the numbers of two computations. In files whose ranks run all cases at once, others would cost
+# nothing and show nothing.
 f=tests/test_fsdp_manual.py::test_
 numerics=(
     tests/test_context_manual.py::test_losses_gradients_and_norms_are_those_of_one_process
@@ -29,6 +30,7 @@ numerics=(
     tests/test_tensor_manual.py::test_losses_gradients_and_norms_are_those_of_one_process
     tests/test_tensor_manual.py::test_in_float64_losses_and_gradients_are_exact
     tests/test_tensor_manual.py::test_scores_of_tasks_are_those_of_one_process
+    tests/test_tensor_manual.py::test_a_checkpoint_is_the_same_for_every_layout
     tests/test_expert_manual.py::test_losses_norms_and_gradients_are_those_of_one_process
     tests/test_expert_manual.py::test_replicas_of_shared_experts_are_those_of_one_rank_each
     tests/test_expert_manual.py::test_in_float64_outputs_losses_and_gradients_are_exact
@@ -41,13 +43,56 @@ numerics=(
     "${f}blocks_of_one_weight"
     tests/test_diloco.py::test_every_step_is_that_of_the_loop_in_one_process
     tests/test_diloco.py::test_every_step_without_momentum_is_data_parallel_sgd
+    tests/test_train_diloco.py::test_losses_weights_and_health_are_those_of_diloco_by_hand
+    tests/test_train_diloco.py::test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal
+    tests/test_train_diloco.py::test_what_was_evaluated_is_what_other_scripts_find
     tests/test_optim.py
+    tests/test_moments.py
     tests/test_model.py
+    tests/test_float8.py
+    tests/test_long_context.py
     tests/test_on_cuda.py
-    tests/huggingface/test_lora_experts.py::test_loss_and_gradients_are_those_of_a_loop_over_experts
+    tests/test_offload.py
+    tests/test_compile.py::test_a_block_with_experts_is_one_graph_for_its_first_batch_and_one_for_any_other
+    tests/test_compile.py::test_on_a_gpu_the_loss_is_one_graph_and_the_same_number
+    tests/test_mixture.py::test_losses_are_the_same_under_every_strategy
+    tests/test_mixture.py::test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stages
+    tests/test_mixture.py::test_a_run_over_packed_documents_is_one_over_single_documents
+    tests/test_resume.py::test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding
+    tests/test_resume.py::test_1_and_4_ranks_resume_bit_equal_and_4_go_on_with_what_1_saved
+    tests/test_validation.py::test_several_datasets_to_validate_on_have_a_loss_each
+    tests/test_validation.py::test_weights_of_an_earlier_run_are_evaluated_at_step_0_and_those_from_scratch_are_not
+    tests/test_deepspeed.py::test_every_stage_computes_what_one_process_computes
+    tests/test_deepspeed.py::test_a_resumed_run_is_the_same_run
     tests/test_train_dpo.py::test_a_run_is_equal_to_a_plain_loop
     tests/test_train_dpo.py::test_layouts_are_equal
+    tests/test_train_grpo.py::test_a_run_is_equal_to_a_plain_loop
+    tests/test_train_grpo.py::test_layouts_are_equal
+    tests/test_evaluate.py::test_log_likelihoods_are_those_of_a_plain_loop
+    tests/test_evaluate.py::test_the_numbers_are_the_same_on_1_2_and_3_ranks_however_the_model_is_sharded
+    tests/test_evaluate.py::test_choices_beside_each_other_are_scored_as_alone_where_layers_have_windows_and_logits_a_cap
+    tests/test_evaluate.py::test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding
+    tests/test_evaluate.py::test_with_cores_protocol_scores_are_those_of_a_plain_loop
+    tests/test_sample.py::test_a_batch_says_what_transformers_says_to_each_prompt_alone
+    tests/test_sample.py::test_a_text_that_goes_on_where_one_ended_need_not_be_read_again
+    tests/test_export_model.py::test_transformers_loads_it_with_equal_logits_and_writes_on
     tests/evaluation/test_in_run.py::test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks
+    tests/runtime/test_checkpoint.py::test_loads_what_any_strategy_wrote_bit_for_bit_and_goes_on
+    tests/benchmarks/test_forms.py
+    tests/huggingface/test_balance.py
+    tests/huggingface/test_packing.py
+    tests/huggingface/test_finetune.py
+    tests/huggingface/test_lora.py::test_a_run_goes_on_under_every_strategy_and_number_of_ranks
+    tests/huggingface/test_lora.py::test_peft_reads_the_adapter_with_equal_logits
+    tests/huggingface/test_lora.py::test_dropout_is_the_same_under_every_strategy_and_when_a_run_goes_on
+    tests/huggingface/test_lora_experts.py
+    tests/huggingface/test_frozen.py
+    tests/huggingface/test_nf4.py
+    tests/huggingface/test_native.py::test_logits_are_those_of_transformers
+    tests/huggingface/test_native.py::test_fewer_tokens_at_once_change_nothing_of_the_model
+    tests/huggingface/test_native.py::test_a_run_is_the_one_that_transformers_class_makes
+    tests/huggingface/test_export_finetuned.py::test_transformers_loads_what_was_trained_with_equal_logits
+    tests/huggingface/test_export_finetuned.py::test_the_adapter_on_the_original_equals_the_merged_model
 )
 export OMP_NUM_THREADS=1 PET_LOCAL_ADDR=127.0.0.1 # as in run.sh
 failed=()

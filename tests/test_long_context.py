@@ -9,7 +9,7 @@ import torch
 import transformers
 from launch import TINY_MODEL, TINY_RUN, Job, fork_script, run_forked
 from outputs import column
-from precision import apart, error
+from precision import apart, assert_as_close_to_float64, error
 from pretrained import POSITIONS, save_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -61,7 +61,7 @@ def test_yarn_is_that_of_transformers(arch, factor, before, theta, D):
     x = torch.randint(67, (2, config.block_size), generator=torch.Generator().manual_seed(1))
     logits = ours(x)
     assert ours.rotary.cos_sin[0, 0].tolist() == pytest.approx([attention_factor] * (D // 2), rel=apart())
-    assert error(theirs(x).logits, logits) <= apart()
+    assert_as_close_to_float64(logits, theirs(x).logits, theirs.double()(x).logits)
 
 
 def test_yarn_leaves_fast_pairs_as_they_are_and_slows_slow_ones_by_its_factor():
@@ -111,7 +111,7 @@ def test_a_run_extends_the_context_of_another_and_resumes(runs, data_dir):
     assert [shape_of(runs / 'yarn')[key] for key in keys] == [4 * SHORT, 1e4, [4, SHORT]]
     assert [shape_of(runs / 'theta')[key] for key in keys] == [4 * SHORT, 8e4, []]
     losses = [column(runs / name, 'loss')[0] for name in ('yarn', 'theta', 'as_it_is')]
-    assert len(set(losses)) == 3  # the same weights on the same batch
+    assert len(set(losses)) == 3  # the same weights on the same batch, by the same operations: angles alone differ
     run = [*RUN, f'--data_dir={data_dir}', '--arch=llama', '--batch_size=2', f'--block_size={4 * SHORT}']
     run += [f'--init_from={runs}/short', f'--out_dir={runs}/yarn']
     run_forked('train_ddp.py', *run, '--yarn=4', '--max_iters=3', '--resume=must', log=runs / 'resumed.log')
