@@ -435,7 +435,8 @@ def test_balance_matters(data_dir, tmp_path):
     losses = {name: column(tmp_path / name, 'loss') for name in ways}
     violations = {name: column(tmp_path / name, 'router/violation') for name in ways}
     for name in ('aux', 'biased'):
-        assert losses[name][0] == losses['without'][0] and losses[name][-1] != losses['without'][-1]
+        assert_same_run(losses[name][:1], losses['without'][:1])
+        assert error(losses[name][-1], losses['without'][-1]) > apart(16)
     assert sum(violations['aux'][8:]) < sum(violations['without'][8:])
 
 

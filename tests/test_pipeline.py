@@ -524,7 +524,7 @@ def test_20_steps_in_bf16_are_near_those_of_one_process_and_fp16_trains(runs):
 def test_with_dropout_a_resumed_run_is_bit_equal(runs):
     assert_same_rows(runs / 'noisy again', runs / 'noisy')
     assert_same_weights(runs / 'noisy again', runs / 'noisy', 20)
-    assert column(runs / 'noisy', 'loss') != column(runs / '2 stages', 'loss')
+    assert error(*(column(runs / name, 'loss') for name in ('noisy', '2 stages'))) > apart(20)
 
 
 # --- faults: 4 ranks, 2 stages of 2 that hold each matrix together ----------------------------------------------------
