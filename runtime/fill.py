@@ -278,7 +278,7 @@ def cautions(keys, n_windows):
     lines = []
     if trace_step > max_iters:
         lines.append(f'WARNING: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
-    if keys.get('patience', 0) * keys['eval_interval'] >= max_iters:
+    if keys.get('patience') and keys['patience'] * keys['eval_interval'] >= max_iters:
         lines.append(
             f'WARNING: patience={keys["patience"]} evaluations, one every eval_interval={keys["eval_interval"]} steps, '
             f'are more than max_iters={max_iters} steps have: the run never ends early'
