@@ -56,7 +56,7 @@ class ControlTokens:
             self.tokenizer = Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # the library has no class for its errors
             raise ValueError(f'a control token is also what merges make of its letters ({error})') from error
-        parts = {name: without_prefix(content.get(name)) for name in ('normalizer', 'pre_tokenizer')}
+        parts = {name: _without_prefix(content.get(name)) for name in ('normalizer', 'pre_tokenizer')}
         adds_prefix = any(part != content.get(name) for name, part in parts.items())
         self.going_on = Tokenizer.from_str(json.dumps(content | parts)) if adds_prefix else self.tokenizer
 
@@ -146,13 +146,13 @@ class ControlTokensOfPython:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def without_prefix(part):
+def _without_prefix(part):
     """A normalizer or pre_tokenizer of a tokenizer.json without the space that it puts before a text."""
     if isinstance(part, list):
-        return [without_prefix(one) for one in part if not (isinstance(one, dict) and one.get('type') == 'Prepend')]
+        return [_without_prefix(one) for one in part if not (isinstance(one, dict) and one.get('type') == 'Prepend')]
     if not isinstance(part, dict):
         return part
     if part.get('type') == 'Prepend':
         return None
     never = {'prepend_scheme': 'never', 'add_prefix_space': False}
-    return {key: never[key] if key in never else without_prefix(value) for key, value in part.items()}
+    return {key: never[key] if key in never else _without_prefix(value) for key, value in part.items()}

@@ -29,7 +29,7 @@ import numpy as np
 from dataset.shards import read_meta
 from system.errors import one_line
 from system.files import refuse_lfs_pointer, sha256_of, write_file
-from text.control_tokens import without_prefix
+from text.control_tokens import ControlTokens
 from text.engine import SAMPLES, merges_of
 
 END_OF_TEXT = '<|endoftext|>'
@@ -130,27 +130,28 @@ class FileTokenizer(InBatches):
         self.eot = self.tokenizer.token_to_id(eot)
         if self.eot is None:
             raise ValueError(f'{path}: has no token {eot!r}, which its folder names as the end of a text')
+        # A unigram model finds special tokens even so, as words of its vocabulary.
+        is_unigram = type(self.tokenizer.model).__name__ == 'Unigram'
+        self._encoder = self._letters.tokenizer if is_unigram else self.tokenizer
         self.bos = [self.tokenizer.token_to_id(token) for token in bos]
         if None in self.bos:
             raise ValueError(f'{path}: has no token {bos[self.bos.index(None)]!r}, which its folder puts before a text')
 
     def encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encoder.encode(text, add_special_tokens=False).ids
 
     def encode_behind(self, text):
-        return self._behind.encode(text, add_special_tokens=False).ids
+        return self._letters.going_on.encode(text, add_special_tokens=False).ids
 
     @functools.cached_property
-    def _behind(self):
-        content = json.loads(self.tokenizer.to_str())
-        parts = {name: without_prefix(content[name]) for name in ('normalizer', 'pre_tokenizer')}
-        behind = type(self.tokenizer).from_str(json.dumps(content | parts))
-        behind.encode_special_tokens = True
-        return behind
+    def _letters(self):
+        letters = ControlTokens(json.loads(self.tokenizer.to_str()), lambda token: token['special'])
+        letters.tokenizer.encode_special_tokens = letters.going_on.encode_special_tokens = True
+        return letters
 
     def encode_batch(self, texts):
         """A uint32 array per text."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids):

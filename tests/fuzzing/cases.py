@@ -117,7 +117,7 @@ def small_tokenizer(kind):
         fallback = ['<unk>', *(f'<0x{byte:02X}>' for byte in range(256))]
         tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=400, special_tokens=fallback, **options))
     elif kind == 'unigram':  # the trainers of these two kinds are random
-        words = ['▁', *LETTERS, '▁the', '▁time', '▁and', 'ide', 'er', '12']
+        words = ['</s>', '▁', *LETTERS, '▁the', '▁time', '▁and', 'ide', 'er', '12']
         tokenizer = Tokenizer(models.Unigram([('<unk>', 0.0), *((word, -5.0 + len(word)) for word in words)], unk_id=0))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()

@@ -140,6 +140,10 @@ def check_tokenizer(draw, folder):
                 ids.tolist(),
                 expected,
             )
+    unknown = raw.encode('\U0010ffff', add_special_tokens=False).ids  # letters that no word has
+    for token in spelled:
+        ids = ours.encode(f'a {token} b{token}')
+        check(raw.token_to_id(token) in unknown or raw.token_to_id(token) not in ids, 'a special token of a text', ids)
     if theirs is not None and theirs.eos_token_id is not None:
         check(ours.eot == theirs.eos_token_id, 'another end of text', ours.eot, theirs.eos_token_id)
     if conversations.template_of(str(folder)):

@@ -13,6 +13,7 @@ import pytest
 import requests
 import tiktoken
 import transformers
+from fuzzing.cases import small_tokenizer
 from launch import SHARED
 from prepared import error_of
 from tokenizers import Tokenizer, processors
@@ -501,6 +502,20 @@ def test_what_is_no_tokenizer_json_is_one_line_with_the_mend(hugging_face_folder
             (ValueError, FileNotFoundError), match='tokenizer.model.*save_pretrained.*pip install sentencep'
         ):
             load(tmp_path)
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'llama2', 'unigram'])
+def test_a_text_that_spells_a_special_token_is_ordinary_also_where_that_is_a_word_of_the_vocabulary(kind, tmp_path):
+    tokenizer = Tokenizer.from_str(small_tokenizer(kind))
+    tokenizer.add_special_tokens(['<s>', '</s>'])
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    ours = FileTokenizer(tmp_path / 'tokenizer.json', '</s>')
+    for text in ('time</s>and', '</s>', ' <s> </s>\n'):
+        assert not {*ours.encode(text), *ours.encode_batch([text])[0].tolist()} & {
+            ours.eot,
+            tokenizer.token_to_id('<s>'),
+        }
+    assert ours.decode(ours.encode('time</s>and')).strip() == 'time</s>and'
 
 
 @pytest.fixture
