@@ -348,16 +348,15 @@ class ChatEncoder:
                 raise ValueError(lost)
             _refuse_more_controls(answer.text, n_controls)
 
-        ends = self._ends_in_one(list(answers.values()))
-        if ends is not None:
+        other_ends = self._other_ends_in_one(list(answers.values()))
+        if other_ends is not None:
             text, _, ids, *_ = answers[max(answers)]
-            _check_written(
-                text, {number: (one.start, len(one.text)) for number, one in answers.items()}, messages, tools
-            )
+            spans = {number: (answer.start, len(answer.text)) for number, answer in answers.items()}
+            _check_written(text, spans, messages, tools)
             flags = np.zeros(len(ids), dtype=np.uint8)
             for answer in answers.values():
                 flags[0 if train_on_input else answer.n_asked : len(answer.ids)] = LEARNED
-            flags[ends] |= AS_END
+            flags[other_ends] |= AS_END
             yield _example(ids, flags, text)
             return
         before = -1  # the number of the answer before
@@ -383,7 +382,7 @@ class ChatEncoder:
             raise ValueError('rows of which the chat template writes an answer in another way once others follow')
         return with_one_prompt([example for (example,) in found])
 
-    def _ends_in_one(self, answers):
+    def _other_ends_in_one(self, answers):
         """If a whole conversation, which is the last of the answers, can be an example for all of them, the places of
         tokens in place of which end-of-text is the target: those that end an answer before the last one, where the
         template writes end-of-text only behind that. Else None.
