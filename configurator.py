@@ -591,6 +591,8 @@ def check_saved(keys, where):
     knobs = {key: knob for key, (_, knob) in others(Path(__file__)).items()}
     for key in keys.keys() & knobs.keys():
         try:
+            if any(not -(2**63) <= number < 2**63 for number in numbers_in(keys[key])):
+                raise Mistake(f'{where}: {key} is beyond all numbers of a computer')
             checked(keys[key], replace(knobs[key], choices=()), f'{where}: {key}')
         except Mistake as mistake:
             raise ValueError(f'{str(mistake)[:300]}; copy the checkpoint again') from None

@@ -583,8 +583,8 @@ COUNTS = {'skipped': int, 'in_a_row': int, 'losses': [float]}
 STATE = {
     'step': int,
     'step_of_weights?': int,
-    'config': {'dataset': str, 'data_dir': str, 'init_from': str},
-    'identity': {'model': dict, 'optimizer?': str, 'seed?': int},
+    'config': {'dataset': str, 'data_dir': str, 'init_from': str, 'dataset_stages?': list, 'prompts?': [str]},
+    'identity': {'model': {'modules_to_save?': [str], 'lora_targets?': str, 'yarn?': [float]}},
     'scaler': dict,
     'scalers?': [dict],
     'numbers?': COUNTS,
