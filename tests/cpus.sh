@@ -3,7 +3,7 @@
 # so the last digits of every loss. Then a few runs on the Python of Debian 12, in an environment of its own, which is kept
 # between runs in ~/.cache/train-versions.
 #
-#     bash tests/cpus.sh                                   # all of it; CI runs one of them for each commit, in turns
+#     bash tests/cpus.sh                                   # all of it; CI runs one of them for some commits, in turns
 #     bash tests/cpus.sh ONEDNN_MAX_CPU_ISA=AVX2           # one setting: variables, as they stand before a command
 #     bash tests/cpus.sh debian                            # the Python of Debian 12
 #

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# The numerics with the rounding of CPUs that are not here (see rounding.py). What passes with a few seeds passes on them: what
-# asks for equal bits where the same numbers are computed in two ways fails here, while it passes on a CPU that happens to
-# round both alike.
+# The numerics with the rounding of CPUs that are not here (see rounding.py). A test that asks for equal bits where the same
+# numbers are computed in two ways fails here, though it passes on a CPU that happens to round both alike.
 #
-#     bash tests/rounding.sh                             # the tests of cpus.sh with seeds 1 to 3; CI takes one seed per commit
-#     bash tests/rounding.sh 4                           # another seed
-#     bash tests/rounding.sh 4 tests/test_moe.py -x      # other tests; what follows goes to pytest
+#     bash tests/rounding.sh                          # the tests of cpus.sh with seeds 1 to 3; CI runs them with one, in turns
+#     bash tests/rounding.sh 4                        # with another seed
+#     bash tests/rounding.sh 4 tests/test_moe.py -x   # other tests; what follows a seed goes to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source setup_env.sh || exit 1
