@@ -141,7 +141,7 @@ class ModelConfig:
             value = getattr(self, field.name)
             if not is_of_type(value, field.type):
                 expected = getattr(field.type, '__name__', field.type)
-                raise ValueError(f'{field.name}={str(value)[:40]}: expected {expected}')
+                raise ValueError(f'{field.name}={str(value)[:40]}: expected {expected}, and no number beyond 2**40')
         if self.arch not in ARCHITECTURES:
             raise ValueError(f'arch={self.arch!r}: expected one of {", ".join(ARCHITECTURES)}')
         sizes = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'block_size')
