@@ -38,9 +38,24 @@ say_without_effect('report.py', config, explicit)
 
 PACKAGES = ('torch', 'numpy', 'triton', 'tiktoken', 'gigatoken', 'transformers', 'tokenizers', 'safetensors')
 PACKAGES += ('datasets', 'pyarrow', 'matplotlib', 'wandb', 'tensorboard', 'deepspeed', 'boto3', 'pytest')
-# The beginnings of names of variables; none of those has ever held a key.
-VARIABLES = ('CUDA_', 'NCCL_', 'GLOO_', 'TORCH', 'PYTORCH_', 'OMP_', 'MKL_', 'HF_HUB_OFFLINE', 'HF_HOME', 'MASTER_')
-VARIABLES += ('WORLD_SIZE', 'RANK', 'LOCAL_', 'SLURM_JOB_NUM_NODES', 'SLURM_NTASKS', 'SLURM_CPUS_PER_TASK', 'PET_')
+# Whole names: what begins like one of them may be a key, as MASTER_KEY is.
+VARIABLES = set(
+    """
+CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_PATH
+CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME HF_HOME HF_HUB_OFFLINE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+MKL_NUM_THREADS MKL_THREADING_LAYER NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_BUFFSIZE
+NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_FILE NCCL_DEBUG_SUBSYS NCCL_IB_DISABLE NCCL_IB_GID_INDEX
+NCCL_IB_HCA NCCL_IB_TIMEOUT NCCL_MAX_NCHANNELS NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN
+NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME NCCL_TIMEOUT
+NCCL_TOPO_FILE OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND PET_LOCAL_ADDR PET_MASTER_ADDR PET_MASTER_PORT PET_NNODES
+PET_NPROC_PER_NODE PET_RDZV_BACKEND PET_RDZV_ENDPOINT PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF RANK
+SLURM_CPUS_PER_TASK SLURM_JOB_NUM_NODES SLURM_NTASKS TORCHDYNAMO_DISABLE TORCHINDUCTOR_CACHE_DIR
+TORCHINDUCTOR_COMPILE_THREADS TORCH_CPP_LOG_LEVEL TORCH_CUDA_ARCH_LIST TORCH_DISTRIBUTED_DEBUG
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCH_HOME TORCH_LOGS TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_BLOCKING_WAIT
+TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_TRACE_BUFFER_SIZE
+WORLD_SIZE
+""".split()
+)
 
 
 def without_home(text):
@@ -96,7 +111,7 @@ def hardware():
     if gpus:
         say(output_of('nvidia-smi', 'topo', '-m') or 'nvidia-smi topo says nothing')
     for name, value in sorted(os.environ.items()):
-        if name.startswith(VARIABLES):
+        if name in VARIABLES:
             say(f'  {name}={value}')
 
 
@@ -128,13 +143,8 @@ def two_processes_meet():
         'import torch, torch.distributed as dist; dist.init_process_group("gloo"); one = torch.ones(1); '
         'dist.all_reduce(one); assert one.item() == 2; dist.destroy_process_group()'
     )
-    file = Path(tempfile.gettempdir(), f'report_{os.getpid()}.py')
-    file.write_text(program)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(file)]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    finally:
-        file.unlink()
+    run = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', '--no-python']
+    answer = subprocess.run([*run, sys.executable, '-c', program], capture_output=True, text=True, timeout=120)
     if answer.returncode:
         lines = [line for line in answer.stderr.splitlines() if 'Error' in line]
         raise ConnectionError(lines[-1] if lines else answer.stderr[-300:])

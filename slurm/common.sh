@@ -99,11 +99,17 @@ prepare_environment() {
         export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=${WANDB_MODE:-offline}
     fi
     # Compilers and wandb write below HOME, which some clusters mount read-only in jobs.
-    local scratch=${SLURM_TMPDIR:-${TMPDIR:-/tmp}/${USER:-job}-$SLURM_JOB_ID}
-    if ! mkdir -p "$scratch" 2> /dev/null; then # a TMPDIR of the login node's, for example
-        say "$scratch cannot be made: using /tmp"
-        export TMPDIR=/tmp
-        scratch=/tmp/${USER:-job}-$SLURM_JOB_ID
+    # What compilers keep there is loaded as code. In a folder that is everybody's, another user could have made one of a
+    # name that can be guessed: so the name is not known before, and the folder is this user's alone.
+    local scratch=${SLURM_TMPDIR:-}
+    if [[ -z $scratch ]]; then
+        local name=${USER:-job}-$SLURM_JOB_ID.XXXXXXXX
+        if ! scratch=$(mktemp -d "${TMPDIR:-/tmp}/$name" 2> /dev/null); then # a TMPDIR of the login node's, for example
+            say "$TMPDIR/$name cannot be made: using /tmp"
+            export TMPDIR=/tmp
+            scratch=$(mktemp -d "/tmp/$name") || fail "/tmp/$name cannot be made: set TMPDIR in slurm/local.sh"
+        fi
+        export JOB_FOLDER=$scratch # to be made on each node
     fi
     local compiled=$scratch kind
     if [[ -n ${COMPILE_CACHE:-} ]]; then # kept for later jobs; code for one kind of CPU need not run on another
@@ -267,8 +273,11 @@ run() {
     # --export=ALL: with SLURM_EXPORT_ENV=NONE, which some clusters set, ranks would have none of the variables above.
     # srun of 22.05 and later does not take --cpus-per-task from sbatch. When one node fails, the others must not wait.
     # last_call_timeout: how long a smaller number of nodes waits for the rest, at the start and after a loss.
+    # shellcheck disable=SC2016 # the shell on the node reads the variables
     srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
         --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit="$kill" \
+        bash -c '[[ -z ${JOB_FOLDER:-} ]] || mkdir -m 700 "$JOB_FOLDER" 2> /dev/null || [[ -O $JOB_FOLDER && ! -L $JOB_FOLDER ]] ||
+            { echo "error: $(hostname): $JOB_FOLDER is not yours: set TMPDIR in slurm/local.sh" >&2; exit 1; }; exec "$@"' node \
         "$PYTHON" -m torch.distributed.run --nnodes="$nodes" --nproc_per_node="$NPROC" --max-restarts="$restarts" \
         --rdzv-conf=last_call_timeout=120 --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" "$SCRIPT" "$@" &
     stopped=1

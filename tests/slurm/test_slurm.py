@@ -179,11 +179,23 @@ def test_a_folder_for_temporary_files_that_cannot_be_made_is_replaced(project, t
     show = 'source slurm/common.sh; prepare_environment; echo "$TMPDIR $TRITON_CACHE_DIR"'
     (tmp_path / 'file').touch()
     names = {'MODULES': '', 'SLURM_JOB_ID': f'7{os.getpid()}', 'USER': 'tester'}
+    own = f'tester-{names["SLURM_JOB_ID"]}[.]\\w{{8}}'
     result = bash(show, project, **in_job(TMPDIR=str(tmp_path / 'file'), **names))
-    own = f'/tmp/tester-{names["SLURM_JOB_ID"]}'
-    assert result.stdout.splitlines()[-1] == f'/tmp {own}/triton' and 'cannot be made' in result.stdout, result.stderr
+    said, shown = result.stdout.splitlines()
+    assert re.fullmatch(f'/tmp /tmp/{own}/triton', shown) and 'cannot be made' in said, result.stderr
+    os.rmdir(os.path.dirname(shown.split()[1]))
     result = bash(f'mkdir {tmp_path}/own; {show}', project, **in_job(TMPDIR=f'{tmp_path}/own', **names))
-    assert result.stdout.splitlines() == [f'{tmp_path}/own {tmp_path}/own/tester-{names["SLURM_JOB_ID"]}/triton']
+    assert re.fullmatch(f'{tmp_path}/own {tmp_path}/own/{own}/triton\n', result.stdout)
+
+
+def test_what_is_compiled_is_loaded_from_no_folder_that_somebody_else_could_have_made(project, tmp_path):
+    (tmp_path / 'tester-7').mkdir(mode=0o777)
+    show = 'source slurm/common.sh; prepare_environment; echo "$JOB_FOLDER"; stat -c %a "$JOB_FOLDER"'
+    names = {'MODULES': '', 'SLURM_JOB_ID': '7', 'USER': 'tester', 'TMPDIR': str(tmp_path)}
+    folders = [bash(show, project, **in_job(**names)).stdout.split() for _ in range(2)]
+    assert [mode for _, mode in folders] == ['700', '700'] and len(
+        {tmp_path / 'tester-7', *(f for f, _ in folders)}
+    ) == 3
 
 
 def test_what_was_compiled_is_kept_where_compile_cache_says_by_kind_of_cpu(project, tmp_path):
