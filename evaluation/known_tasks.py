@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from evaluation.tasks import item_of
 from system.errors import one_line
-from system.files import write_file
-from text.sources import open_stream
+from system.files import bare_name, check_form, read_json, write_file
+from text.sources import open_stream, yaml_contents
 
 
 class Known(NamedTuple):
@@ -136,14 +136,15 @@ CORE_KEYS = {  # for each type of task: {key in DCLM's rows: its name here}
 }
 
 
+CORE_TASK = {'label': bare_name, 'dataset_uri': str, 'icl_task_type': str, 'num_fewshot': [int]}
+
+
 def make_core_tasks(config_file, folder):
     """Write the tasks of core.yaml, which is in DCLM's evaluation bundle beside eval_meta_data.csv and eval_data/.
 
     The rows are shuffled by Random(1337), as in nanochat, since the choice of few-shot examples depends on their order.
     Raises ValueError if a part of the bundle is missing.
     """
-    import yaml
-
     bundle = Path(config_file).parent
     for needed in (Path(config_file), bundle / 'eval_meta_data.csv', bundle / 'eval_data'):
         if not needed.exists():
@@ -153,7 +154,11 @@ def make_core_tasks(config_file, folder):
     folder.mkdir(exist_ok=True)
     with open(bundle / 'eval_meta_data.csv', encoding='utf-8', newline='') as file:
         chances = {row['Eval Task']: float(row['Random baseline']) / 100 for row in csv.DictReader(file)}
-    for task in yaml.safe_load(Path(config_file).read_text(encoding='utf-8'))['icl_tasks']:
+    (content,) = yaml_contents(Path(config_file).read_bytes())
+    check_form(content, {'icl_tasks': [CORE_TASK]}, config_file)
+    for task in content['icl_tasks']:
+        for name in task['dataset_uri'].split('/'):  # it lies in a folder
+            bare_name(name, f'{config_file}: dataset_uri of {task["label"]}')
         keys, same = CORE_KEYS[task['icl_task_type']], {'delimiter': task.get('continuation_delimiter', ' ')}
         same |= {'num_fewshot': task['num_fewshot'][0], 'chance': chances[task['label']]}
         lines = (bundle / 'eval_data' / task['dataset_uri']).read_text(encoding='utf-8').strip().split('\n')
@@ -286,7 +291,7 @@ def make_tasks(names, hub_folder, folder=Path('tasks')):
         if name not in KNOWN:
             make_core_tasks(name, folder / 'core')
             continue
-        pinned = json.loads(pins.read_text(encoding='utf-8')) if pins.exists() else {}
+        pinned = read_json(pins, {str: {'sha256?': {str: str}}}) if pins.exists() else {}
         made, about = read_dataset(name, place or None, hub_folder)
         for ending, (lines, where) in made.items():
             print(f'{folder}/{name}{ending}: {len(lines):,} items of {where}')

@@ -158,7 +158,7 @@ def item_of(line, place):
     """The Item of a line. place: file and row, for messages. Raises ValueError that says what is wrong with the row."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f'{place}: not JSON ({error}): {line.strip()[:60]}') from None
     keys = set(row) if isinstance(row, dict) else set()
     optional = OPTIONAL | OF_PROMPTS if 'prompt' in keys else OPTIONAL

@@ -22,11 +22,13 @@ from text.chat_rows import labelled_of, reason_against_text, row_of
 from text.sources import (
     COMPRESSED,
     IN_BRACES,
+    LARGEST_YAML,
     arrow_batches,
     check_holds_text,
     fields_of,
     is_template,
     json_of,
+    line_of,
     open_file,
     reason_of,
     rows_of_content,
@@ -123,7 +125,10 @@ def _read_jsonl(source, part, offset):
     with open(part.path, 'rb') as file:
         while offset < part.end:
             file.seek(offset + PIECE_BYTES)
-            file.readline()
+            try:
+                line_of(file)
+            except ValueError as error:
+                raise ValueError(f'{part.path}: {error}, behind byte {offset + PIECE_BYTES:,}') from None
             length = min(file.tell(), part.end) - offset
             yield [Piece(part.path, length, None, offset, kind='jsonl')], offset + length, length
             offset += length
@@ -143,7 +148,7 @@ def _read_compressed(source, part, offset):
             while data := data + file.read(PIECE_BYTES + 1 - len(data)):
                 length = len(data)
                 if part.kind == 'jsonl':
-                    data += b'' if data.endswith(b'\n') else file.readline()
+                    data += b'' if data.endswith(b'\n') else line_of(file)
                     length = len(data)
                 elif length > PIECE_BYTES:
                     window = PIECE_BYTES - CUT_WINDOW
@@ -153,7 +158,7 @@ def _read_compressed(source, part, offset):
                 position, data = position + length, data[length:]
                 yield [piece], position, raw.tell() - work
                 work = raw.tell()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise OSError(f'{part.path}: damaged behind byte {position:,} of its text: {reason_of(error)}') from error
 
 
@@ -478,9 +483,23 @@ def _rows_of_yaml(data, notes, origin):
 def _as_json_has_it(row):
     """A row of YAML with only JSON's types; others, such as dates, become text."""
     try:
+        if _written_out(row, {}) > LARGEST_YAML:
+            raise ValueError('aliases that would be larger than any file')
         return json.loads(json_of(row))
     except (TypeError, ValueError, RecursionError) as error:  # keys that are lists, or an alias within its own anchor
         raise ValueError('rows that JSON could not hold') from error
+
+
+def _written_out(value, known):
+    """How many values and letters a row has once its aliases are written out: nine of nine of nine are a lot. known:
+    those of lists and dicts, by id; None while they are counted. Raises TypeError for one within itself."""
+    if not isinstance(value, (list, dict)):
+        return 1 + (len(value) if isinstance(value, (str, bytes)) else 0)
+    if id(value) not in known:
+        known[id(value)] = None
+        parts = [*value.values(), *value] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_written_out(part, known) for part in parts)
+    return known[id(value)]
 
 
 PARSERS = {

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from system.errors import one_line
-from system.files import LFS_POINTER, sha256_of, write_file
+from system.files import LFS_POINTER, bare_name, read_json, sha256_of, write_file
 from text.chat_rows import (
     CHAT_FIELDS,
     KEYS_OF_MESSAGES,
@@ -45,7 +45,10 @@ from text.chat_rows import (
     speakers_in,
 )
 
+COPY_AGAIN = 'copy it again as save_to_disk wrote it, or fetch it with `git lfs pull`'
 FIRST_BYTES = 1 << 19  # the part of a file in which its first rows are looked for
+LARGEST_LINE = 1 << 27  # of JSON lines and tables, which are read as a whole
+LARGEST_YAML = 1 << 24  # a file, which is parsed as a whole: of many small values into 4 GB
 ROWS_LOOKED_AT = 100  # rows of each file that decide what it holds, since the very first may be an exception
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # parts of a file that its fingerprint covers; files up to 1 MB are covered whole
 
@@ -254,27 +257,19 @@ def _is_saved(folder):
 def _saved_files(folder, split):
     """The .arrow files of a folder written by datasets' save_to_disk, in order."""
     if (folder / 'dataset_dict.json').exists():
-        splits = _json_of(folder / 'dataset_dict.json').get('splits', [])
+        splits = read_json(folder / 'dataset_dict.json', {'splits': [bare_name]}, COPY_AGAIN)['splits']
         if split not in splits:
             raise ValueError(f'dataset={folder}: has no --source_split={split}; it has: {", ".join(splits)}')
         folder = folder / split
     state = folder / 'state.json'
-    named = _json_of(state).get('_data_files') if state.exists() else None
+    form = {'_data_files?': [{'filename': bare_name}]}
+    named = read_json(state, form, COPY_AGAIN).get('_data_files') if state.exists() else None
     files = [folder / file['filename'] for file in named] if named else sorted(folder.glob('*.arrow'))
     missing = [file for file in files if not file.exists()]
     if missing or not files:
         gone = missing[0] if missing else folder / 'data-00000-of-00001.arrow'
         raise ValueError(f'dataset={folder}: {gone} is missing: copy the folder again')
     return files
-
-
-def _json_of(path):
-    """The object in a JSON file written by save_to_disk."""
-    try:
-        return dict(json.loads(path.read_text(encoding='utf-8')))
-    except (ValueError, TypeError) as error:
-        reason = f'not as save_to_disk writes it ({one_line(error)})'
-        raise ValueError(f'{path}: {reason}: copy it again, or fetch it with `git lfs pull`') from error
 
 
 def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, chat_fields):
@@ -459,6 +454,8 @@ def _inspect(path, chat_fields=()):
             raise Damaged(f'damaged: {reason_of(error)}') from error
         end = b''
     _check_content(kind, start, end)
+    if kind == 'yaml' and size > LARGEST_YAML:
+        raise ValueError(f'YAML of more than {LARGEST_YAML:,} bytes: convert it to JSON lines')
     if kind == 'json' and _is_lines(path):
         kind = 'jsonl'
     elif kind == 'jsonl' and _is_array(path):
@@ -547,9 +544,11 @@ def _first_rows(path, kind, chat_fields):
             raise ValueError(f'a table with two columns called {one_line(twice)!r}: rename one')
         return [dict(zip(names, row, strict=False)) for row in rows] or [dict.fromkeys(names)]
     if kind == 'jsonl':
+        lines = []
         with open_file(path) as file:
-            rows = [_object_at_start_of(line) for line in file.readlines(FIRST_BYTES)[:ROWS_LOOKED_AT]]
-        rows = [row for row in rows if row is not None]
+            while len(lines) < ROWS_LOOKED_AT and sum(map(len, lines)) < FIRST_BYTES and (line := line_of(file)):
+                lines.append(line)
+        rows = [row for row in map(_object_at_start_of, lines) if row is not None]
         if not rows:
             raise Damaged(f'expected a JSON object on each line, found none in the first {FIRST_BYTES:,} bytes')
         return rows
@@ -580,22 +579,34 @@ def _rows_of_yaml(path, chat_fields):
 
 
 def yaml_contents(data):
-    """The contents of the YAML documents in some bytes. Raises what YAML's classes raise."""
+    """The contents of the YAML documents in some bytes. Raises what YAML's classes raise, and ValueError."""
     import yaml
 
+    if re.search(rb'(:[0-5]?\d){100}', data):  # 1:30:00 is a number to base 60, whose digits take quadratic time
+        raise ValueError('a number of a hundred parts')
     loader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)  # the first, in C, is 10 times as fast but not always built
     return list(yaml.load_all(data, loader))
+
+
+def line_of(file):
+    """The next line of an open file; b'' or '' at its end. Raises ValueError for one without an end: unpacked, a few MB
+    may be a line of gigabytes."""
+    line = file.readline(LARGEST_LINE)
+    if len(line) == LARGEST_LINE:
+        raise ValueError(f'a line of more than {LARGEST_LINE:,} bytes')
+    return line
 
 
 def table_rows(file, path):
     """Yield the rows of an open .csv or .tsv file as lists of strings, the header first. Bytes that are not UTF-8
     become surrogates. Raises ValueError if the file has no header or is not a table."""
-    csv.field_size_limit(1 << 30)
+    csv.field_size_limit(LARGEST_LINE)
     name = Path(path).with_suffix('') if Path(path).suffix.lower() in COMPRESSED else Path(path)
     text = io.TextIOWrapper(file, 'utf-8-sig', 'surrogateescape', newline='')
     n_rows = 0
     try:
-        for row in csv.reader(text, delimiter='\t' if name.suffix.lower() == '.tsv' else ','):
+        lines = iter(functools.partial(line_of, text), '')
+        for row in csv.reader(lines, delimiter='\t' if name.suffix.lower() == '.tsv' else ','):
             if row:  # an empty line is no row
                 n_rows += 1
                 yield row
@@ -862,7 +873,7 @@ def _downloaded(repository, hub_folder):
     file)."""
     folder = Path(hub_folder) / repository.replace('/', '--')
     marker = folder.with_name(f'{folder.name}.json')  # beside the folder: in it, it would be read as data
-    return folder, marker, json.loads(marker.read_text(encoding='utf-8')) if marker.exists() else {}
+    return folder, marker, read_json(marker, {str: str}) if marker.exists() else {}
 
 
 def _advice(dataset, error):

@@ -101,6 +101,33 @@ def test_an_item_has_the_text_that_the_harness_makes(name, row, expected):
     assert KNOWN[name].item_of(row) == expected
 
 
+@pytest.mark.parametrize(
+    'key, value, said',
+    [
+        ('label', '../../PWNED', r"icl_tasks\[0\].label: found '../../PWNED'"),
+        ('dataset_uri', '../secret.jsonl', "dataset_uri of lambada: found '..'"),
+        ('dataset_uri', '/etc/passwd', "dataset_uri of lambada: found ''"),
+        ('num_fewshot', 10, r'icl_tasks\[0\].num_fewshot: found 10, expected a list'),
+        ('icl_task_type', None, r'icl_tasks\[0\].icl_task_type: found None'),
+    ],
+)
+def test_a_bundle_of_core_decides_no_path(key, value, said, tmp_path):
+    task = {'label': 'lambada', 'dataset_uri': 'a/b.jsonl', 'num_fewshot': [0], 'icl_task_type': 'language_modeling'}
+    row = json.dumps({'context': 'a', 'continuation': 'b'})
+    for path in ('bundle/eval_data/a/b.jsonl', 'bundle/secret.jsonl'):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f'{row}\n')
+    (tmp_path / 'bundle' / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\nlambada,0\n../../PWNED,0\n')
+    core = tmp_path / 'bundle' / 'core.yaml'
+    core.write_text(json.dumps({'icl_tasks': [task]}))  # which is YAML, too
+    make_tasks([str(core)], None, tmp_path / 'tasks')
+    before = sorted(tmp_path.rglob('*'))
+    core.write_text(json.dumps({'icl_tasks': [{**task, key: value}]}))
+    with pytest.raises(ValueError, match=f'core.yaml: {said}'):
+        make_tasks([str(core)], None, tmp_path / 'tasks')
+    assert sorted(tmp_path.rglob('*')) == before
+
+
 # --- from datasets on this machine ------------------------------------------------------------------------------------
 
 JAR = {'goal': 'open a jar', 'sol1': 'pull it', 'sol2': 'twist it', 'label': 1}

@@ -105,6 +105,17 @@ def test_a_saved_dataset_without_its_state_is_still_one(tmp_path):
     assert read(tmp_path) == ([b'a', b'b'], {})
 
 
+@pytest.mark.parametrize('name', ['../secret.arrow', '/secret.arrow', 3, None])
+def test_a_saved_dataset_names_no_files_outside_of_its_folder(name, tmp_path):
+    write_arrow(tmp_path / 'secret.arrow', pyarrow.table({'text': ['a']}))
+    (tmp_path / 'set').mkdir()
+    write_arrow(tmp_path / 'set' / 'data.arrow', pyarrow.table({'text': ['b']}))
+    (tmp_path / 'set' / 'state.json').write_text(json.dumps({'_data_files': [{'filename': name}]}))
+    assert r'state.json: _data_files[0].filename: found ' in refusal(tmp_path / 'set')
+    (tmp_path / 'set' / 'dataset_dict.json').write_text(json.dumps({'splits': [name]}))
+    assert r'dataset_dict.json: splits[0]: found ' in refusal(tmp_path / 'set')
+
+
 def test_the_names_of_fields_are_said_in_one_line_whatever_they_are(tmp_path):
     (tmp_path / 'a.csv').write_text('"first\nsecond",' + 'x' * 5000 + '\na,b\n')
     message = refusal(tmp_path / 'a.csv')
@@ -118,3 +129,53 @@ def test_a_name_that_is_no_utf_8_can_be_printed(monkeypatch):
     errors.report_errors()
     print('left out: caf\udce9.txt', flush=True)
     assert printed.getvalue() == b'left out: caf\\udce9.txt\n'
+
+
+# --- what takes few bytes and would take gigabytes or hours -----------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.jsonl.gz', 'a.csv', 'a.csv.gz', 'a.tsv.gz'])
+@pytest.mark.parametrize('rows_before', [0, 200])
+def test_a_line_without_an_end_is_not_read_to_its_end(name, rows_before, tmp_path, monkeypatch):
+    """Unpacked, 4 MB are a line of 3 GB. Behind the rows that are looked at, it is found when the file is read."""
+    monkeypatch.setattr(sources, 'LARGEST_LINE', 10**5)
+    monkeypatch.setattr(documents, 'PIECE_BYTES', 10**4)
+    row = '{"text": "%s"}\n' if 'json' in name else '%s\n'
+    text = ('' if 'json' in name else 'text\n') + row % 'word' * rows_before + row % ('word ' * 10**5)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith('.gz') else text.encode())
+    line = refusal(tmp_path / name)
+    assert name in line and 'more than 100,000 bytes' in line
+
+
+def tower(levels):
+    """YAML of a list of nine lists of nine lists, ..., each written once."""
+    yield 'a0: &a0 [' + ', '.join(['word'] * 9) + ']'
+    for level in range(1, levels):
+        yield f'a{level}: &a{level} [' + ', '.join([f'*a{level - 1}'] * 9) + ']'
+
+
+def test_a_conversation_with_a_tower_of_aliases_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, 'LARGEST_YAML', 10**4)
+    said = '- messages: [{role: user, content: hi}, {role: assistant, content: hello}]\n'
+    for levels, left_out in ((3, 0), (5, 1)):
+        (tmp_path / 'a.yaml').write_text(said + said + ''.join(f'  {line}\n' for line in tower(levels)))
+        source, notes = sources.find_source(str(tmp_path / 'a.yaml')), collections.Counter()
+        (piece,) = [piece for unit in documents.units_of(source) for piece in unit.pieces]
+        rows = [*documents.documents_of(piece, None, notes, chat_rows.conversation_of)]
+        assert len(rows) == 2 - left_out and notes.total() == left_out
+    texts, notes = read(tmp_path / 'a.yaml', 'messages')  # as text, each part is read once
+    assert not any('JSON' in note for note in notes)
+
+
+@pytest.mark.parametrize('text', ['a: 1' + ':1' * 200, '- ' * 10**5, '[' * 10**5, '{a: ' * 10**5])
+def test_yaml_that_takes_hours_or_the_stack_is_left_out_with_a_line(text, tmp_path):
+    (tmp_path / 'a.yaml').write_text(f'{text}\n')
+    (tmp_path / 'b.txt').write_text('good')
+    texts, notes = read(tmp_path)
+    assert texts == [b'good'] and ['not YAML, left out' in note for note in notes] == [True]
+
+
+def test_large_yaml_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, 'LARGEST_YAML', 100)
+    (tmp_path / 'a.yaml').write_text('- text\n' * 20)
+    assert 'a.yaml: YAML of more than 100 bytes: convert it to JSON lines' in refusal(tmp_path / 'a.yaml')
