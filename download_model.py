@@ -41,10 +41,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from system.errors import one_line, report_errors
-from system.files import merge_command, sha256_of, write_file
+from system.files import bare_name, check_form, merge_command, read_json, sha256_of, write_file
 
 report_errors()
 
+REPO = r'[\w.-]+(/[\w.-]+)?'  # as the hub calls one
 RECORD = 'download.json'  # the repository, its commit, and the size and sha256 of every file
 UNFINISHED = 'download.unfinished'  # names the repository and commit while files are being fetched
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # the weights in one file, or the index of several
@@ -55,6 +56,7 @@ NEEDED += ['vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model', 'tekken.json
 NEEDED += ['NOTICE*', 'USE_POLICY*', '*.py']  # files that licences refer to; code that only trust_remote_code=True runs
 TOKENIZERS = [{'tokenizer.json'}, {'tokenizer.model'}, {'vocab.json', 'merges.txt'}, {'vocab.txt'}]
 TOKENIZERS += [{'spiece.model'}, {'tekken.json'}]  # a tokenizer is any one of these sets of files
+WEIGHTS = {'weight_map': {str: bare_name}}  # the form of the index
 BLOCK_BYTES = 1 << 24  # fetched per request; a kill loses at most this much
 PICKLES = ('.bin', '.pth', '.pt', '.ckpt')
 DTYPES = {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32', 'F64': 'float64'}  # safetensors' names -> torch's
@@ -62,25 +64,18 @@ DTYPES = {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32', 'F64': 'float6
 # --- FILES ------------------------------------------------------------------------------------------------------------
 
 
-def read_json(path):
-    """The object in a JSON file; {} if there is no file. Raises ValueError for a file that is anything else."""
-    try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except FileNotFoundError:
-        return {}
-    except ValueError:  # not JSON, or not even text
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f'{path} is damaged (no JSON object): {mend(path.parent)}')
-    return content
+def read_object(path, form):
+    """The object in a JSON file; {} if there is no file. Raises ValueError if it does not have the form."""
+    return read_json(path, form, mend(path.parent)) if path.exists() else {}
 
 
 def origin(folder):
     """The {'repo', 'revision'} from which a folder was or is being downloaded; {} if they are not known."""
     for name in (UNFINISHED, RECORD):  # the first is the newer one, if both exist
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or damaged
-            found = json.loads((folder / name).read_text(encoding='utf-8'))
-            return {'repo': found['repo'], 'revision': found['revision']}
+        with contextlib.suppress(OSError, ValueError):  # missing, or damaged
+            found = read_json(folder / name, {'repo': str, 'revision': bare_name})
+            if re.fullmatch(REPO, found['repo']):
+                return {'repo': found['repo'], 'revision': found['revision']}
     return {}
 
 
@@ -147,8 +142,8 @@ def check(folder, compare=True):
     if UNFINISHED in names:
         raise ValueError(f'{folder}: its download has not finished: {mend(folder)}')
     weights = weights_among(names, folder, mend(folder))
-    model_config = read_json(folder / 'config.json')
-    placed = read_json(folder / INDEX).get('weight_map', {})  # tensor -> file
+    model_config = read_object(folder / 'config.json', {'architectures?': ([str], None)})
+    placed = read_object(folder / INDEX, WEIGHTS).get('weight_map', {})  # tensor -> file
     parameters, dtypes, size = 0, set(), 0
     shards = sorted({SINGLE} if weights == SINGLE else set(placed.values()))
     for name in shards:
@@ -162,7 +157,7 @@ def check(folder, compare=True):
         dtypes |= {DTYPES.get(dtype, dtype) for _, dtype in tensors.values()}
         size += (folder / name).stat().st_size
 
-    recorded = read_json(folder / RECORD).get('files', {})
+    recorded = read_object(folder / RECORD, {'files': {bare_name: {'size': int, 'sha256': str}}}).get('files', {})
     for name, facts in recorded.items():
         there = (folder / name).stat().st_size if name in names else 'no'
         if there != facts['size']:
@@ -173,8 +168,7 @@ def check(folder, compare=True):
     kind = ', '.join(model_config.get('architectures') or ['unknown architecture'])
     print(f'{folder}: {kind}, {parameters:,} parameters in {" and ".join(sorted(dtypes))}')
     print(f'weights: {in_words(size)} in {len(shards)} safetensors file{"s" * (len(shards) > 1)}')
-    if recorded:
-        known = origin(folder)
+    if recorded and (known := origin(folder)):
         print(f'{known["repo"]} at {known["revision"]}: {len(recorded)} files, sizes and sha256 as recorded')
     else:
         print(f'there is no {RECORD}: the sizes agree with the headers, the numbers cannot be compared')
@@ -258,6 +252,12 @@ def sha256_if_whole(path, listed):
     return sha256 if git_hash == listed.blob_id else None
 
 
+def check_listed(listed, repo):
+    """Raise ValueError unless what the hub says of a file can be true: its name and hash become names of files here."""
+    facts = {'name': listed.rfilename, 'size': listed.size, 'hash': listed.lfs.sha256 if listed.lfs else listed.blob_id}
+    check_form(facts, {'name': bare_name, 'size': int, 'hash': bare_name}, f'{repo}, as the hub lists it')
+
+
 def part_of(listed, folder):
     """The path of the file while it downloads. Its hash is in the name, so that a download never continues another
     version of the file."""
@@ -275,7 +275,7 @@ def fetch(repo, commit, listed, folder, bar):
         remote = HfFileSystem().open(path, block_size=BLOCK_BYTES, cache_type='none')
         with remote, open(part, 'ab') as file:
             remote.seek(file.tell())
-            while block := remote.read(BLOCK_BYTES):
+            while file.tell() < listed.size and (block := remote.read(BLOCK_BYTES)):
                 file.write(block)
                 bar.update(len(block))
             file.flush()
@@ -300,8 +300,11 @@ def download(repo, folder):
     with one_line_errors(repo, folder):  # with a timeout (seconds), as some compute nodes drop packets silently
         info = HfApi().model_info(repo, revision=config.revision, files_metadata=True, timeout=30)
         listing = {listed.rfilename: listed for listed in info.siblings}
+    bare_name(info.sha, f'{repo}, as the hub lists it: sha')
     names = {weights_among(listing, repo, 'choose another --model')}
     names |= {name for name in listing for pattern in NEEDED if '/' not in name and fnmatch.fnmatchcase(name, pattern)}
+    for name in names:
+        check_listed(listing[name], repo)
     with one_line_errors(repo, folder):
         folder.mkdir(parents=True, exist_ok=True)
         marker = open(folder / UNFINISHED, 'a', encoding='utf-8')
@@ -317,11 +320,13 @@ def download(repo, folder):
         if not sha256_if_whole(folder / INDEX, listing[INDEX]):
             with progress(INDEX, listing[INDEX].size) as bar:
                 fetch(info.id, info.sha, listing[INDEX], folder, bar)
-        shards = set(read_json(folder / INDEX).get('weight_map', {}).values())
-        absent = sorted(name for name in shards if name not in listing or '/' in name)
+        shards = set(read_object(folder / INDEX, WEIGHTS)['weight_map'].values())
+        absent = sorted(name for name in shards if name not in listing)
         if absent:
             raise ValueError(f'{repo} has no {absent[0]}, which its {INDEX} lists: choose another --revision')
         names |= shards
+        for name in shards:
+            check_listed(listing[name], repo)
 
     hashes = {name: sha256_if_whole(folder / name, listing[name]) for name in sorted(names)}
     missing = [listing[name] for name, sha256 in hashes.items() if sha256 is None]
@@ -362,7 +367,7 @@ elif config.model == 'OWNER/NAME' or (config.model.startswith(('models/', 'out/'
         f'model={config.model}: there is no such folder (models holds: {holds}), and a model of the hub is given by '
         'owner and name, as in --model=HuggingFaceTB/SmolLM2-135M-Instruct'
     )
-elif re.fullmatch(r'[\w.-]+(/[\w.-]+)?', config.model):
+elif re.fullmatch(REPO, config.model):
     download(config.model, Path(config.to or Path('models', config.model.rpartition('/')[2])).expanduser())
 else:
     raise ValueError(f'model={config.model}: there is no such folder, and on the hub a model is called OWNER/NAME')

@@ -272,8 +272,7 @@ def stop_after_answers(folder):
     keys = ('bos_token_id', 'eos_token_id', 'pad_token_id')
     content = {key: getattr(text_config, key, None) for key in keys}
     if os.path.exists(path):
-        with open(path, encoding='utf-8') as file:
-            content = json.load(file)
+        content = files.read_json(path, dict, 'copy it again')
     language = TransformersLanguage(load_transformers_tokenizer(folder, config.trust_remote_code), folder)
     stops = content.get('eos_token_id')
     stops = [stop for stop in (stops if isinstance(stops, list) else [stops]) if stop is not None]
@@ -376,8 +375,7 @@ def write_older_names(folder):
     ):
         path = os.path.join(folder, name)
         if os.path.exists(path):
-            with open(path, encoding='utf-8') as file:
-                content = json.load(file)
+            content = files.read_json(path, dict, 'copy it again')
             files.write_file(path, json.dumps(rename(content), indent=2, ensure_ascii=False) + '\n')
 
 

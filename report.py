@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from configurator import VERSION, configure, say_without_effect
-from system.files import ROOT, code_version
+from system.files import ROOT, code_version, read_json
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def run_left():
         say(f'run     {folder}: there is no such folder')
         return
     with contextlib.suppress(OSError, ValueError):
-        about = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+        about = read_json(folder / 'config.json', {'config': dict})
         keys = ' '.join(f'{key}={value!r}' for key, value in about.pop('config').items())
         say(f'run     {folder}: {json.dumps(about)}')
         say(keys)

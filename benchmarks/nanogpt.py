@@ -15,6 +15,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ SIZES = {
     ),
 }
 ROUNDS = 3
+RUNS = tempfile.TemporaryDirectory()  # with the out_dir of both
 
 
 def flags(settings):
@@ -41,7 +43,7 @@ def flags(settings):
 def nanogpt_command(steps, log_interval, **settings):
     """nanoGPT's train.py on a CPU with its laptop settings."""
     fixed = dict(device='cpu', compile=False, dropout=0.0, max_iters=steps, log_interval=log_interval)
-    fixed = {'eval_iters': 1, 'eval_interval': 10**6, **fixed, 'out_dir': '/tmp/bench_nanogpt_theirs', **settings}
+    fixed = {'eval_iters': 1, 'eval_interval': 10**6, **fixed, 'out_dir': f'{RUNS.name}/theirs', **settings}
     return [sys.executable, '-u', 'train.py', 'config/train_shakespeare_char.py', *flags(fixed)]
 
 
@@ -56,7 +58,7 @@ def our_command(steps, log_interval, data_dir, **settings):
         data_dir=data_dir,
         vocab_size=65,
     )
-    fixed.update(learning_rate=1e-3, beta2=0.99, out_dir='/tmp/bench_nanogpt_ours', resume='auto')
+    fixed.update(learning_rate=1e-3, beta2=0.99, out_dir=f'{RUNS.name}/ours', resume='auto')
     return [sys.executable, '-u', 'train_ddp.py', *flags(fixed), *flags(settings)]
 
 
@@ -86,7 +88,7 @@ def compare_speed(nanogpt):
         for dtype in ('float32', 'auto'):
             ours, theirs = [], []
             for _ in range(ROUNDS):
-                subprocess.run(['rm', '-rf', '/tmp/bench_nanogpt_ours'], check=True)
+                subprocess.run(['rm', '-rf', f'{RUNS.name}/ours'], check=True)
                 # They go on for a while: the line of our last step comes after an evaluation.
                 command = our_command(steps + every, every, nanogpt / 'data', dtype=dtype, **shape)
                 ours.append(tokens / seconds_between(command, REPO, r'step +(\d+)', every, steps))
@@ -103,9 +105,9 @@ def compare_speed(nanogpt):
 def compare_loss(nanogpt):
     """Print the seconds that each whole process takes for the laptop run, and the validation loss at its end."""
     for _ in range(3):
-        subprocess.run(['rm', '-rf', '/tmp/bench_nanogpt_ours'], check=True)
+        subprocess.run(['rm', '-rf', f'{RUNS.name}/ours'], check=True)
         results = {}
-        ours = [sys.executable, 'train_ddp.py', 'config/shakespeare_char.py', '--out_dir=/tmp/bench_nanogpt_ours']
+        ours = [sys.executable, 'train_ddp.py', 'config/shakespeare_char.py', f'--out_dir={RUNS.name}/ours']
         ours += ['--dataset=shakespeare_char', '--vocab_size=65', f'--data_dir={nanogpt / "data"}']
         shape = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, lr_decay_iters=2000)
         theirs = nanogpt_command(2000, 100, eval_iters=20, eval_interval=250, **shape)

@@ -146,7 +146,7 @@ def read_rows(folder, is_running=False):
             row = json.loads(line)
             rows.append({key: numbers_of(value) for key, value in row.items()})
             row['step'] + 0
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             said = f'{path} is damaged: expected a JSON object with its step in line {number}'
             raise ValueError(f'{said}, given {line[:40]!r}') from None
     if not rows:

@@ -155,7 +155,7 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
     name = re.split('[:,]', train_keys.get('dataset', 'stdlib-bpe2048'))[0]  # the first of a mixture
     replaced = data_dir / name / 'meta.json'
     if keys['dataset'] == 'synthetic' and replaced.exists():
-        keys.setdefault('vocab_size', read_json(replaced)['vocab_size'])
+        keys.setdefault('vocab_size', read_json(replaced, {'vocab_size': int})['vocab_size'])
     elif keys['dataset'] == 'synthetic' and 'dataset' not in train_keys and (is_small or not config.bench):
         keys.setdefault('vocab_size', 2048)  # of stdlib-bpe2048
     if keys['dataset'] == 'synthetic':  # random tokens are one source, without documents

@@ -395,6 +395,8 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
         hint = f'did you mean {close[0]}? If not, ' if close else ''
         raise FileNotFoundError(f'dataset={dataset}: there is no {folder}; {hint}make it with {command}; {holds}')
     meta = read_meta(folder)
+    if meta.get('masked') and 'splits' not in meta:
+        raise ValueError(f'{folder}/meta.json: found masked without splits, expected the names of the masks')
     if not meta and (folder / 'unfinished.json').exists():
         raise ValueError(f'{folder}: half prepared; finish it with the same {command}')
     facts = meta.get('splits', {}).get(split, {})

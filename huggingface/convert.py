@@ -165,11 +165,10 @@ def config_of_export(folder):
     """The ModelConfig of a folder that export_model.py has written with model.py beside the weights, as it does for
     models for which transformers has no class; None for any other folder."""
     try:
-        content = read_json(Path(folder, 'config.json'))
+        content = read_json(Path(folder, 'config.json'), dict)
     except (OSError, ValueError):  # transformers will report it better
         return None
-    is_ours = isinstance(content, dict) and content.get('model_type') == 'native_gpt'
-    return ModelConfig.from_keys(content) if is_ours else None
+    return ModelConfig.from_keys(content) if content.get('model_type') == 'native_gpt' else None
 
 
 def weights_of_export(folder, model_config):

@@ -14,17 +14,17 @@ begin as the mean of the others, about as transformers' resize_token_embeddings(
 import contextlib
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
+import shlex
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from model import is_load
 from moments import is_finite
-from system.files import refuse_lfs_pointer
+from system.files import bare_name, read_json, refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
 ROWS_AT_ONCE = 4096  # rows that are compared at a time
@@ -81,12 +81,8 @@ class Weights:
         """The names of the files among which the tensors are divided."""
         path = os.path.join(self.folder, INDEX)
         refuse_lfs_pointer(path)
-        try:
-            with open(path, encoding='utf-8') as file:
-                return set(json.load(file)['weight_map'].values())
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            advice = f'`python download_model.py --model={self.folder}` names what differs'
-            raise ValueError(f'{path}: damaged, it has no weight_map of tensors to files; {advice}') from error
+        mend = f'`python download_model.py --model={shlex.quote(str(self.folder))}` names what differs'
+        return set(read_json(path, {'weight_map': {str: bare_name}}, mend)['weight_map'].values())
 
     def open(self, name):
         from safetensors import SafetensorError, safe_open
@@ -207,11 +203,11 @@ class Weights:
 def rows_in_folder(folder):
     """The rows of the embedding by the config.json of a folder; None if it does not say."""
     try:
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
-            content = json.load(file)
-        return content.get('text_config', content).get('vocab_size')
-    except (OSError, ValueError, AttributeError):
+        content = read_json(os.path.join(folder, 'config.json'), {'text_config?': (dict, None)})
+    except (OSError, ValueError):
         return None
+    rows = (content.get('text_config') or content).get('vocab_size')
+    return rows if isinstance(rows, int) else None
 
 
 def names_of_tokens(model):

@@ -342,8 +342,7 @@ class Pretrained:
             keep_templates(f'{kept}.tmp', self.chat_templates)
         if self.unties or self.added_rows:  # config.json must say what is trained, since no weights are kept
             path = os.path.join(f'{kept}.tmp', 'config.json')
-            with open(path, encoding='utf-8') as file:
-                content = json.load(file)
+            content = read_json(path, dict, 'copy it again')
             content.get('text_config', content)['vocab_size'] = self.vocab_size
             content |= {'tie_word_embeddings': False} if self.unties else {}
             with open(path, 'w', encoding='utf-8') as file:
@@ -437,8 +436,7 @@ def keep_templates(folder, templates):
     shutil.rmtree(more, ignore_errors=True)
     settings = os.path.join(folder, 'tokenizer_config.json')
     if os.path.exists(settings):
-        with open(settings, encoding='utf-8') as file:
-            content = json.load(file)
+        content = read_json(settings, dict, 'copy it again')
         content.pop('chat_template', None)
         with open(settings, 'w', encoding='utf-8') as file:
             json.dump(content, file, indent=2, ensure_ascii=False)
@@ -458,7 +456,7 @@ def refuse_adapter(folder):
         refuse_lfs_pointer(path)
         base = '(its file does not say which)'
         with contextlib.suppress(ValueError):
-            base = read_json(path, {'base_model_name_or_path?': str}).get('base_model_name_or_path') or base
+            base = read_json(path, {'base_model_name_or_path?': (str, None)}).get('base_model_name_or_path') or base
         if any(file.startswith(('model', 'hf_model')) and file.endswith('.safetensors') for file in os.listdir(folder)):
             move = 'take adapter_config.json and adapter_model.* away if it is merged into that, as torchtune saves it'
             raise ValueError(f'{folder} holds an adapter of peft beside a model: {move}; else give each its own folder')

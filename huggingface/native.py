@@ -61,9 +61,9 @@ def refuse_other_families(folder):
     """Raise ValueError if the folder's config.json alone shows that model.py cannot compute the model, with the
     reason."""
     try:
-        config = read_json(Path(folder, 'config.json'))
+        config = read_json(Path(folder, 'config.json'), {'model_type': str})
         kind = config['model_type']
-    except (OSError, ValueError, LookupError, TypeError):  # a name in the hub's cache, or damaged: found out later
+    except (OSError, ValueError):  # a name in the hub's cache, or damaged: found out later
         return
     if kind in SAME_AS:
         return

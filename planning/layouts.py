@@ -31,7 +31,7 @@ def keys_of(script, keys, on_cpu):
     meta = Path(config['data_dir'], config['dataset'], 'meta.json')
     if config['vocab_size'] is None and not meta.exists():
         raise ValueError(f'vocab_size is not known, there is no {meta}: give it, as in --vocab_size=50304')
-    config['vocab_size'] = config['vocab_size'] or read_json(meta)['vocab_size']
+    config['vocab_size'] = config['vocab_size'] or read_json(meta, {'vocab_size': int})['vocab_size']
     config['device'] = 'cpu' if on_cpu else 'cuda'
     if config['dtype'] == 'auto':
         config['dtype'] = 'float32' if on_cpu else 'bfloat16'

@@ -12,21 +12,14 @@ import math
 from system.files import LARGEST_JSON, bare_name, parse_json
 
 LARGEST = 2**20  # bytes of a claim, a sign of life or a marker; one of a job with 1,000 ranks has 40 kB
-MARKER = {
-    'pool?': bare_name,
-    'job?': bare_name,
-    'steps?': int,
-    'leaves?': bool,
-    'state?': bare_name,
-    'dtype?': bare_name,
-    'xxh128?': [bare_name],
-}
+MARKER = dict.fromkeys(('pool?', 'job?', 'state?', 'dtype?'), bare_name)
+MARKER |= {'steps?': int, 'leaves?': bool, 'xxh128?': [bare_name]}
 OF_DELTA = {'number': int, 'pool': bare_name, 'job': bare_name, 'steps': int, 'state': bare_name, 'dtype': bare_name}
 COMMIT = {
     'state': bare_name,
     'closer': bare_name,
     'claims': int,
-    'deltas': [{**OF_DELTA, 'xxh128': [bare_name], 'leaves?': bool}],
+    'deltas': [{**OF_DELTA, 'xxh128': [bare_name], 'leaves?': (bool, None)}],
 }
 LEDGER = {'round': int, 'begun': int, 'trained': int, 'issued': int, 'returned': [[int]], 'pace': float}
 SNAPSHOT = {
@@ -34,7 +27,7 @@ SNAPSHOT = {
     'xxh128': {'model': [bare_name], 'momentum': [bare_name]},
     'state': bare_name,
     'ledger': LEDGER,
-    'parent?': bare_name,
+    'parent?': (bare_name, None),
     'members': [bare_name],
 }
 POOL = {'name': bare_name, 'keys': dict}

@@ -236,7 +236,7 @@ def cut_rows(path, start_step):
     kept, last_step = [], -1
     text = path.read_text(encoding='utf-8', errors='replace')
     for line in text.splitlines(keepends=True):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill cut short
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # a line that a kill cut short
             step = json.loads(line)['step']
             if line.endswith('\n') and step <= start_step:
                 kept.append(line)

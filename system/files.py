@@ -61,6 +61,8 @@ def parse_json(data, form, where):
         if len(data) > LARGEST_JSON:
             raise ValueError(f'more than {LARGEST_JSON:,} bytes')
         content = json.loads(data.decode())
+        if b'\\ud' in data.lower():  # half a character, which no text may hold
+            json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = 'nested too deeply' if isinstance(error, RecursionError) else ascii(str(error))[1:101]
         raise ValueError(f'{where} is damaged: not JSON ({reason})') from None
@@ -74,8 +76,12 @@ def check_form(value, form, where, field=''):
 
     form: str, bool, float, list or dict; int for a count; [form of each element]; {name: form} for an object, which may
     lack a field whose name ends in ?, and have others; {str: form} for an object whose fields have any names, and
-    {bare_name: form} if these are names of files; bare_name for such a name."""
+    {bare_name: form} if these are names of files; bare_name for such a name; (form, None) for what may be null."""
     place = f'{where}: {field}' if field else where
+    if isinstance(form, tuple):
+        if value is None:
+            return
+        form = form[0]
     if form is bare_name:
         bare_name(value, place)
         return
@@ -90,7 +96,7 @@ def check_form(value, form, where, field=''):
     for key, inner in form.items() if isinstance(form, dict) else ():
         is_name = isinstance(key, str)
         for name in [key.removesuffix('?')] if is_name else value:
-            if is_name and key.endswith('?') and value.get(name) is None:
+            if is_name and key.endswith('?') and name not in value:
                 continue
             if name not in value:
                 raise ValueError(f'{place}: found no {name}, expected an object that has it')
@@ -129,9 +135,9 @@ def refuse_link_out(path, folder):
 def merge_command(folder):
     """The command that merges an adapter of peft into its model: in float32, since in the model's bfloat16 much of what
     was learned would be rounded away."""
-    load = f'AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="float32")'
-    merge = f'{load}.merge_and_unload().save_pretrained("MERGED")'
-    return f"`python -c 'from peft import AutoPeftModelForCausalLM; {merge}'`"
+    load = f'AutoPeftModelForCausalLM.from_pretrained({json.dumps(str(folder))}, dtype="float32")'
+    merge = f'from peft import AutoPeftModelForCausalLM; {load}.merge_and_unload().save_pretrained("MERGED")'
+    return f'`python -c {shlex.quote(merge)}`'
 
 
 def refuse_lfs_pointer(path):
@@ -140,7 +146,9 @@ def refuse_lfs_pointer(path):
         is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
     if is_pointer:
         folder = os.path.dirname(path) or '.'
-        raise ValueError(f'{path} is a pointer of Git LFS, not the file: fetch it with `git -C {folder} lfs pull`')
+        raise ValueError(
+            f'{path} is a pointer of Git LFS, not the file: fetch it with `git -C {shlex.quote(folder)} lfs pull`'
+        )
 
 
 def rename_durably(old, new):

@@ -13,6 +13,7 @@ Case number n of a run has the seed SEED + n, which decides all of it. A case is
     tokenizers    a folder with tokenizer.json and the files beside it, through text/tokenizer.py
     configs       a tiny model with its config.json and its weights, through huggingface/
     checkpoints   a checkpoint in which somebody has changed an index, a manifest, a state or a pickle, through runtime/
+    foreign       meta.json, index, templates, links and a pool's objects that name files outside of their folder
     keys          keys of a script in and out of their range, with and without effect, through configurator.py
 
 What is learned is compared with a plain reference: a loop over apply_chat_template, whole files read by json, csv, yaml
@@ -47,6 +48,7 @@ from fuzzing.cases import STAYS, Refused, Wrong, is_clear
 from fuzzing.checkpoints import check_checkpoint
 from fuzzing.configs import check_config
 from fuzzing.files import check_files
+from fuzzing.foreign import check_foreign
 from fuzzing.keys import check_keys
 from fuzzing.rows import check_row
 from fuzzing.tokenizers import check_tokenizer
@@ -62,6 +64,7 @@ KINDS = {
     'configs': (check_config, 2),
     'checkpoints': (check_checkpoint, 4),
     'keys': (check_keys, 4),
+    'foreign': (check_foreign, 2),
 }
 
 

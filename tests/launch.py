@@ -78,8 +78,8 @@ LOCKS = Path(tempfile.gettempdir(), f'ports_of_tests_{os.getuid()}')
 @functools.cache
 def locks_of(pid):
     """The file with the locks, opened by the process `pid`. A forked process opens it anew, since closing an inherited
-    one would give up the locks."""
-    return open(LOCKS, 'w')
+    one would give up the locks. Its folder is everybody's: a link that another user has put there is not followed."""
+    return os.open(LOCKS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def free_ports(count):

@@ -542,3 +542,49 @@ def test_memory_does_not_grow_with_the_weights(hub, tiny_llama, tmp_path):
         peaks[repo] = fetching, peak_mb(f'--model={folder}')
     growth = [big - small for small, big in zip(*peaks.values(), strict=True)]
     assert max(growth) < 60, peaks  # of 300 MB
+
+
+# --- what is not to be trusted ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'lie, said',
+    [
+        ({'blobId': '/../../../PWNED'}, "hash: found '/../../../PWNED'"),
+        ({'size': '9'}, "size: found '9'"),
+        ({'size': -9}, 'size: found -9'),
+        ({'rfilename': 'tokenizer\x1b[2J.py'}, 'name: found '),
+    ],
+)
+def test_a_hub_that_lies_decides_no_path(hub, tmp_path, monkeypatch, lie, said):
+    answer = Handler.answer
+
+    def answer_with_a_lie(self, status, body=b'', **headers):
+        if b'siblings' in body:
+            listed = {'rfilename': 'tokenizer_x.py', 'size': 2, 'blobId': '0' * 40, **lie}
+            body = json.loads(body)
+            body = json.dumps({**body, 'siblings': [*body['siblings'], listed]}).encode()
+        answer(self, status, body, **headers)
+
+    monkeypatch.setattr(Handler, 'answer', answer_with_a_lie)
+    before = sorted(tmp_path.rglob('*'))
+    assert said in error_line(download(hub, tmp_path, check=False))
+    assert not [path for path in tmp_path.rglob('*') if path not in before and 'PWNED' in path.name]
+
+
+@pytest.mark.parametrize(
+    'name, content, said',
+    [
+        ('download.json', {'files': {'../../x': {'size': 1, 'sha256': 'a'}}}, "files: found '../../x'"),
+        ('download.json', {'files': {'config.json': {'size': '1'}}}, "files.config.json.size: found '1'"),
+        (INDEX, {'weight_map': {'a': '../../x.safetensors'}}, "weight_map.a: found '../../x.safetensors'"),
+        (INDEX, {'weight_map': {'a': ['x']}}, 'weight_map.a: found '),
+        ('config.json', {'architectures': 'x'}, "architectures: found 'x'"),
+        # a command to paste, which would run what its name says
+        ('download.json', {'repo': 'a/b; touch x', 'revision': '$(touch x)'}, 'download.json: found no files'),
+    ],
+)
+def test_a_folder_that_lies_is_one_line(copy, name, content, said):
+    (copy / name).write_text(json.dumps(content))
+    line = error_line(check_folder(copy, check=False))
+    assert said in line and 'touch' not in line

@@ -14,12 +14,14 @@ from fuzzing import keys as fuzzing_keys
 
 import configurator
 import keys
+from dataset import shards
 from huggingface import finetune
 from runtime import checkpoint, checkpoint_index, dcp_files
+from system import files
 from text import chat_rows, control_tokens, conversations, documents
 from text import tokenizer as tokenizing
 
-CASES = {'rows': 400, 'files': 300, 'tokenizers': 100, 'configs': 40, 'checkpoints': 100, 'keys': 300}
+CASES = {'rows': 400, 'files': 300, 'tokenizers': 100, 'configs': 40, 'checkpoints': 100, 'keys': 300, 'foreign': 300}
 
 
 def failures(kind, n_cases):
@@ -132,6 +134,18 @@ def test_a_path_in_an_index_that_is_followed_is_noticed(monkeypatch):
     monkeypatch.setattr(checkpoint, 'read_index', unchecked)
     monkeypatch.setattr(fuzzing_checkpoints, 'OTHERS', ['/etc/passwd', '../../elsewhere'])
     assert any('or opened' in line for line in failures('checkpoints', 200))
+
+
+def test_a_path_that_a_file_decides_is_noticed(monkeypatch):
+    monkeypatch.setattr(files, 'check_form', lambda *arguments: None)
+    monkeypatch.setattr(shards, 'check_form', lambda *arguments: None)
+    monkeypatch.setattr(shards, 'bare_name', lambda name, where: name)
+    assert any('files outside of the folder' in line for line in failures('foreign', 200))
+
+
+def test_a_link_that_leads_out_of_a_folder_is_noticed(monkeypatch):
+    monkeypatch.setattr(finetune, 'refuse_link_out', lambda path, folder: None)
+    assert any('files outside of the folder' in line for line in failures('foreign', 200))
 
 
 def test_a_range_that_is_not_checked_or_not_declared_is_noticed(monkeypatch):

@@ -2,14 +2,15 @@
 What prepare_data.py prints at its end.
 """
 
-import json
 import math
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from dataset.shards import AS_END, FIRST, LEARNED, read_shard
+from system.files import read_json
 from text.conversations import marked_text
 from text.documents import in_words
 from text.tokenizer import tokenizer_of
@@ -75,7 +76,7 @@ def print_summary(meta, folder, config):
         family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py'
-    place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
+    place = '' if config.data_dir == 'data' else f' --data_dir={shlex.quote(config.data_dir)}'
     least, shortest = min((totals['tokens'], split) for split, totals in meta['splits'].items())
     if least < FEWEST_TOKENS and not meta.get('masked'):
         mend = 'more text, or a larger --val_fraction, and another --name'
@@ -85,13 +86,14 @@ def print_summary(meta, folder, config):
     if least < 4 * 1024 and not meta.get('masked'):  # so that each split has a few windows; the default is 1,024
         block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))
     if is_of_a_model:
-        shape = json.loads(model_config_path.read_text(encoding='utf-8'))
-        positions = shape.get('max_position_embeddings') or shape.get('n_positions') or math.inf  # the second: GPT-2
+        shape = read_json(model_config_path, dict, 'copy it again')
+        said = (shape.get('max_position_embeddings'), shape.get('n_positions'))  # the second: GPT-2
+        positions = next((number for number in said if isinstance(number, int) and number > 0), math.inf)
         if positions < 4096:  # the recipes' block_size is 2048 or 4096
             block_sizes.append(min(positions, 2048))
     block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
     model = config.tokenizer if recipe else 'OUT_DIR' if meta.get('pairs') else None  # OUT_DIR: of the run that learns
-    keys = f'{f" --init_from={model}" if model else ""} --dataset={config.name}{place}{block_size}'
+    keys = f'{f" --init_from={shlex.quote(model)}" if model else ""} --dataset={config.name}{place}{block_size}'
     print(f'{folder}\nnext: {command}{keys}')
     if recipe:
         script = 'train_dpo.py' if meta.get('pairs') else 'train_ddp.py'

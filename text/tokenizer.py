@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -28,7 +29,7 @@ import numpy as np
 
 from dataset.shards import read_meta
 from system.errors import one_line
-from system.files import refuse_lfs_pointer, sha256_of, write_file
+from system.files import check_form, read_json, refuse_lfs_pointer, sha256_of, write_file
 from text.control_tokens import ControlTokens
 from text.engine import SAMPLES, merges_of
 
@@ -322,9 +323,9 @@ def as_argument(*dataset_folders):
     for folder in dataset_folders:
         facts = _read_meta(folder)[1]
         if facts and (facts['name'] == 'bpe' or facts.get('eot_text') == END_OF_TEXT):
-            return folder
+            return shlex.quote(str(folder))
         if facts:
-            return f'models/{facts["name"]}' if 'eot_text' in facts else facts['name']
+            return shlex.quote(f'models/{facts["name"]}' if 'eot_text' in facts else facts['name'])
     return '...'
 
 
@@ -397,8 +398,9 @@ def _hugging_face_files(folder):
 
 def _save_command(folder):
     """The command that writes the files of a folder's tokenizer again, as transformers understands it."""
-    load_and_save = f'T.from_pretrained("{folder}").save_pretrained("{folder}")'
-    command = f"`python -c 'from transformers import AutoTokenizer as T; {load_and_save}'`"
+    place = json.dumps(str(folder))
+    code = f'from transformers import AutoTokenizer as T; T.from_pretrained({place}).save_pretrained({place})'
+    command = f'`python -c {shlex.quote(code)}`'
     needs_package = (_other_file(folder) or '').endswith('.model')
     return f'{command} (after `pip install sentencepiece protobuf`)' if needs_package else command
 
@@ -415,13 +417,7 @@ def _read_settings(path):
     if not path.exists():
         return {}
     refuse_lfs_pointer(path)
-    try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError:  # not JSON, or not even text
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f'{path} is damaged (no JSON object): copy it again')
-    return content
+    return read_json(path, dict, 'copy it again')
 
 
 def _before_text_of(tokenizer):
@@ -648,7 +644,8 @@ def _load_bpe(path):
 
     if not path.exists():
         raise FileNotFoundError(f'{path} is missing: it belongs to the dataset; copy or prepare the dataset again')
-    vocabulary = json.loads(path.read_text(encoding='utf-8'))['model']['vocab']
+    vocabulary = read_json(path, {'model': {'vocab': {str: int}}}, 'prepare the dataset again')['model']['vocab']
+    check_form(vocabulary, {END_OF_TEXT: int}, path)
     eot = vocabulary.pop(END_OF_TEXT)
     byte_of = _byte_of_letter()
     ranks = {bytes(byte_of[letter] for letter in token): number for token, number in vocabulary.items()}

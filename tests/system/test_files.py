@@ -20,7 +20,7 @@ def test_names_that_files_have_are_taken():
         assert bare_name(name, 'meta.json: file') == name
 
 
-FORM = {'name': bare_name, 'n?': int, 'parts?': [{'file': bare_name, 'share?': float}], 'of?': {bare_name: str}}
+FORM = {'name': bare_name, 'n?': (int, None), 'parts?': [{'file': bare_name, 'share?': float}], 'of?': {bare_name: str}}
 FORM |= {'is?': bool, 'any?': {str: dict}}
 
 
@@ -41,12 +41,14 @@ FORM |= {'is?': bool, 'any?': {str: dict}}
         ),
         ('{"name": "x", "of": {"../a": "b"}}', r"x.json: of: found '../a', expected the name of a file"),
         ('{"name": "x", "any": {"\\u001b[2J": []}}', r'x.json: any.\\x1b\[2J: found a list, expected an object'),
+        ('{"name": "x", "is": null}', 'x.json: is: found None, expected true or false'),
         ('{}', 'x.json: found no name, expected'),
         ('[]', 'x.json: found a list, expected an object'),
         ('[' * 10**5, 'x.json is damaged: not JSON .nested too deeply'),
         ('{"name": "x", "any": {"a":' + '[' * 10**5 + ']' * 10**5 + '}}', 'x.json is damaged: not JSON .nested'),
         ('{"name": 1' + '0' * 10**4 + '}', 'x.json(: name: found 1000| is damaged)'),
         ('\udcff', 'x.json is damaged: not JSON'),
+        ('{"name": "x", "a": ["\\uD800"]}', 'x.json is damaged: not JSON'),
         ('', 'x.json is damaged: not JSON'),
     ],
 )
@@ -61,7 +63,7 @@ def test_json_of_another_form_is_refused_with_its_field(tmp_path, monkeypatch, t
 def test_json_of_the_form_is_read_as_it_is():
     content = {'name': 'x', 'n': None, 'parts': [{'file': 'a', 'share': 1, 'more': -1}], 'of': {'b': 'c'}, 'is': True}
     check_form(content, FORM, 'x.json')
-    assert parse_json(b'{"n": -1}', None, 'x.json') == {'n': -1}
+    assert parse_json(b'{"n": -1, "a": "\\ud83d\\ude42"}', None, 'x.json') == {'n': -1, 'a': '\U0001f642'}
 
 
 def test_json_without_an_end_is_not_read_to_its_end(monkeypatch):

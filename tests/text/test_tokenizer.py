@@ -417,7 +417,7 @@ def test_a_tokenizer_file_that_holds_none_is_one_line(content, hugging_face_fold
 def test_a_file_beside_the_tokenizer_that_is_no_object_is_one_line(content, hugging_face_folder, tmp_path):
     folder = shutil.copytree(hugging_face_folder, tmp_path / 'model')
     (folder / 'tokenizer_config.json').write_text(content, encoding='utf-8')
-    with pytest.raises(ValueError, match='tokenizer_config.json is damaged'):
+    with pytest.raises(ValueError, match='tokenizer_config.json(:| is damaged).*copy it again'):
         load_tokenizer(str(folder))
 
 
