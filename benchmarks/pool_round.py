@@ -73,7 +73,7 @@ def main():
     parser.add_argument('--jobs', type=int, default=4)
     parser.add_argument('--rounds', type=int, default=9)
     parser.add_argument('--dtype', default='float32')
-    parser.add_argument('--folder', default=tempfile.gettempdir(), help='where the pool is made, and deleted again')
+    parser.add_argument('--folder', help='where the pool is made, and deleted again')
     parser.add_argument('--profile', action='store_true', help='show in which functions the time goes')
     arguments = parser.parse_args()
 
