@@ -41,7 +41,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from system.errors import one_line, report_errors
-from system.files import bare_name, check_form, merge_command, read_json, sha256_of, write_file
+from system.files import bare_name, check_form, merge_command, no_link, read_json, sha256_of, write_file
 
 report_errors()
 
@@ -273,7 +273,7 @@ def fetch(repo, commit, listed, folder, bar):
     path, part = f'{repo}@{commit}/{listed.rfilename}', part_of(listed, folder)
     with one_line_errors(repo, folder):
         remote = HfFileSystem().open(path, block_size=BLOCK_BYTES, cache_type='none')
-        with remote, open(part, 'ab') as file:
+        with remote, open(part, 'ab', opener=no_link) as file:
             remote.seek(file.tell())
             while file.tell() < listed.size and (block := remote.read(BLOCK_BYTES)):
                 file.write(block)
@@ -307,7 +307,7 @@ def download(repo, folder):
         check_listed(listing[name], repo)
     with one_line_errors(repo, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        marker = open(folder / UNFINISHED, 'a', encoding='utf-8')
+        marker = open(folder / UNFINISHED, 'a', encoding='utf-8', opener=no_link)
     try:
         fcntl.lockf(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or two processes would append to the same files
     except OSError:

@@ -66,7 +66,7 @@ from layout import Share, make_mesh
 from model import GPT
 from runtime import begin, checkpoint
 from system import collectives, devices, errors, processes
-from system.files import sha256_of
+from system.files import no_link, sha256_of
 from text.control_tokens import plain
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
@@ -89,7 +89,7 @@ def append_result(row):
     """Append a row to the results. With None, only check that the file can be written."""
     results = config.results or os.path.join(config.out_dir, 'results.jsonl')
     try:
-        with open(results, 'a', encoding='utf-8') as file:
+        with open(results, 'a', encoding='utf-8', opener=None if config.results else no_link) as file:
             file.write('' if row is None else json.dumps(row) + '\n')
     except OSError as error:
         raise OSError(f'{results}: cannot be written ({error.strerror}): name another file, --results=FILE') from error

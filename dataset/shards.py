@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from system.files import bare_name, check_form, read_json, rename_durably, replacing, sha256_of
+from system.files import bare_name, check_form, no_link, read_json, rename_durably, replacing, sha256_of
 
 # Flags of a token: it counts in the loss as a target; it is the first of a conversation; as a target it is end-of-text
 # instead, with which this answer would end if it came last.
@@ -294,7 +294,7 @@ class ShardWriter:
             path, partial = self.path.with_suffix(suffix), self.path.with_suffix(f'{suffix}.partial')
             if path.exists() and not partial.exists():  # this shard was finished after the totals were saved
                 os.replace(path, partial)
-            file = self.files[suffix] = open(partial, 'r+b' if partial.exists() else 'w+b')
+            file = self.files[suffix] = open(partial, 'r+b' if partial.exists() else 'w+b', opener=no_link)
             size = file.seek(0, os.SEEK_END)
             if saved and size < end:
                 raise OSError(f'{partial} has only {size:,} bytes: delete {self.folder} and start over')

@@ -67,7 +67,7 @@ from pool.round_watch import RoundWatch
 from pool.rows import checksum, copies, rows_of
 from pool.store import digest_of, open_store
 from system.collectives import on_rank_0
-from system.files import ROOT, write_file
+from system.files import ROOT, no_link, write_file
 
 # Keys whose values may differ between the jobs of a pool: files, logs, hardware, speed.
 OWN_KEYS = {key for key, knob in read_knobs(Path(ROOT, 'train_pool.py')).items() if 'per job' in knob.tags}
@@ -635,7 +635,7 @@ class Replica:
             lines = [line for line in lines if json.loads(line)['pool'] == self.pool]  # a torn line has no end
             write_file(path, ''.join(line + '\n' for line in lines))
             self.noted = len(lines)
-        with open(path, 'a', encoding='utf-8') as file:
+        with open(path, 'a', encoding='utf-8', opener=no_link) as file:
             for round in range(self.noted, self.ledger.round):
                 row = last if last and last['round'] == round else self._commit_of(round)
                 file.write(json.dumps(row) + '\n')

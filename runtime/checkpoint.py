@@ -44,7 +44,7 @@ from runtime.best import step_of_best
 from runtime.checkpoint_index import Entry, Piece, as_json, read_index, read_into, read_manifest
 from runtime.checkpoint_parts import CutTensor, MadeLater, SavePlanner, layout_of, local_piece, value_of_piece
 from system import collectives
-from system.files import read_json, rename_durably, sha256_of, write_file
+from system.files import no_link, read_json, rename_durably, sha256_of, write_file
 
 NFS_LEASE_S = 120  # by then an NFS server has dropped the locks of a client that is gone; Linux's server does at 90
 SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is considered dead by the others
@@ -79,7 +79,7 @@ def claim(out_dir, patience_s=5, lease_s=NFS_LEASE_S, say=print):
     path = os.path.join(out_dir, '.lock')
     # Never closed: the system releases the lock when the process ends, however it ends. A POSIX lock rather than
     # flock()'s, because NFS has it, forked children do not inherit it, and this process may claim the directory twice.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as for all files of a run
+    descriptor = no_link(path, os.O_RDWR | os.O_CREAT)
     began, waits_for = time.monotonic(), None
     while True:
         try:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from system import collectives
-from system.files import check_form
+from system.files import check_form, no_link
 from system.processes import ranks_in_words
 from system.stopping import note_error
 
@@ -271,7 +271,7 @@ class Watchdog:
             # If the main thread keeps the GIL, so that no Python thread runs, faulthandler writes the stack from C.
             faulthandler.dump_traceback_later(self.patience, file=self.stack)
             with contextlib.suppress(OSError):
-                with open(f'{path}.tmp', 'w') as file:
+                with open(f'{path}.tmp', 'w', opener=no_link) as file:
                     json.dump({**self._beat(), 'written': written}, file)
                 os.replace(f'{path}.tmp', path)
             if self.closed.wait(self.tick):

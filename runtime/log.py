@@ -25,7 +25,7 @@ from configurator import VERSION
 from runtime.meter import device_name
 from system.console import lost as console_lost
 from system.errors import one_line
-from system.files import ROOT, code_version, write_file
+from system.files import ROOT, code_version, no_link, write_file
 
 # Rows on the console: a line each for a step, an evaluation and an outer step of DiLoCo, within 120 columns. What a row
 # lacks is skipped; a key that is not here is in the files alone.
@@ -84,7 +84,9 @@ class Log:
         self._console_is_lost = False
         self._timed = None  # (step, milliseconds) of the row that was timed last
         self._step_ms = None  # smoothed milliseconds per step, for the ETA
-        self._text = open(out_dir / 'train.log', 'a', encoding='utf-8', buffering=1)  # 1: flushed after each line
+        self._text = open(
+            out_dir / 'train.log', 'a', encoding='utf-8', buffering=1, opener=no_link
+        )  # 1: flushed after each line
         self.say(header(config))
         self.say(config_lines(config, explicit), console=False)
         self.say(f'configuration, and all that follows: {out_dir / "train.log"}')
@@ -132,7 +134,7 @@ class Log:
         self._last_step = step
         row = {'step': step, **values}
         valid = {key: as_json(value) for key, value in row.items()}
-        self._rows = self._rows or open(self._path, 'a', encoding='utf-8', buffering=1)
+        self._rows = self._rows or open(self._path, 'a', encoding='utf-8', buffering=1, opener=no_link)
         self._write(self._rows, json.dumps(valid))
         drawn = {key: value for key, value in values.items() if not isinstance(value, list)}
         if self._wandb:

@@ -30,6 +30,7 @@ from layout import counted
 from model import generator_of
 from runtime.log import cut_rows
 from system import collectives
+from system.files import no_link
 from text.control_tokens import plain
 
 FILE = 'rollouts.jsonl'  # in out_dir
@@ -264,7 +265,7 @@ class Record:
             prompt = plain(self.run.train_data.items[groups[0][0].prompt].pairs[0][0])
             answers = [{'text': answer.text, 'reward': answer.reward} for answer in groups[0]]
             try:
-                with open(self.path, 'a', encoding='utf-8') as file:
+                with open(self.path, 'a', encoding='utf-8', opener=no_link) as file:
                     file.write(json.dumps({'step': step, 'prompt': prompt, 'answers': answers}) + '\n')
             except OSError as error:  # as of the log: whether the run goes on is for its checkpoints to decide
                 self.warn('file', f'lines are missing in {self.path} from step {step} on: {error}')

@@ -4,6 +4,7 @@ somebody else may have written; and the folders of this project's own code.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -26,11 +27,23 @@ FOLDERS = {
 }  # of our code alone: .venv is below ROOT as well
 
 
+def no_link(path, flags):
+    """An opener, for open() to write. A link in place of the file is refused: in a folder that somebody else made, as a
+    run's that is resumed here, it would have a file of this user's written that lies elsewhere."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # less the umask
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        found = f'found a link to {os.path.realpath(path)}, expected a file, to write to'
+        raise ValueError(f'{path}: {found}: delete it, or put the file itself there') from None
+
+
 @contextlib.contextmanager
 def replacing(path, mode='w'):
     """Open a new file that replaces `path` once all of it is on disk. After an error, `path` is as it was."""
     unfinished = f'{path}.tmp'
-    with open(unfinished, mode, encoding=None if 'b' in mode else 'utf-8') as file:
+    with open(unfinished, mode, encoding=None if 'b' in mode else 'utf-8', opener=no_link) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

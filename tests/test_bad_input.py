@@ -84,6 +84,16 @@ def test_unwritable_out_dir_is_found_before_the_first_step(train, data_dir, tmp_
     assert 'out_dir' in error_line(said) and 'step 1' not in said
 
 
+@pytest.mark.parametrize('name', ['.lock', pytest.param('train.log', marks=pytest.mark.slow), 'DONE.tmp'])
+def test_a_run_writes_through_no_link_that_somebody_has_put_into_its_folder(train, data_dir, tmp_path, name):
+    (tmp_path / 'mine').write_text('precious')
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / name).symlink_to('../mine')
+    line = error_line(train(data_dir, tmp_path / 'out'))
+    assert f'{name}: found a link to {tmp_path}/mine, expected a file' in line
+    assert (tmp_path / 'mine').read_text() == 'precious'
+
+
 def test_resume_must_without_a_checkpoint(train, data_dir, tmp_path):
     assert 'resume' in error_line(train(data_dir, tmp_path / 'out', '--resume=must'))
     assert 'no checkpoint' in error_line(train(data_dir, tmp_path / 'out', '--eval_only'))

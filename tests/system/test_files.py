@@ -2,7 +2,7 @@
 
 import pytest
 
-from system.files import bare_name, check_form, parse_json, read_json
+from system.files import bare_name, check_form, no_link, parse_json, read_json, write_file
 
 HOSTILE = ['../x', '..', '.', '', '/etc/passwd', 'a/b', 'a\\b', '-rf', '..x', 'a\0', 'a\n', ' x', 'x' * 201, '\udcff']
 
@@ -70,3 +70,20 @@ def test_json_without_an_end_is_not_read_to_its_end(monkeypatch):
     monkeypatch.setattr('system.files.LARGEST_JSON', 1000)
     with pytest.raises(ValueError, match='/dev/zero is damaged: not JSON .more than 1,000 bytes'):
         read_json('/dev/zero')
+
+
+def test_no_file_is_written_through_a_link(tmp_path):
+    (tmp_path / 'mine').write_text('precious')
+    for name in ('results.jsonl', 'DONE.tmp', 'nowhere'):
+        (tmp_path / name).symlink_to('mine' if name != 'nowhere' else 'new')
+    for name in ('results.jsonl', 'nowhere'):
+        with pytest.raises(ValueError, match=f'{name}: found a link to .*, expected a file'):
+            open(tmp_path / name, 'a', opener=no_link)
+    with pytest.raises(ValueError, match='DONE.tmp: found a link to .*mine'):
+        write_file(tmp_path / 'DONE', 'text')
+    assert (tmp_path / 'mine').read_text() == 'precious' and not (tmp_path / 'new').exists()
+    write_file(tmp_path / 'results.jsonl', 'text')  # takes the place of the link
+    assert (tmp_path / 'mine').read_text() == 'precious'
+    with open(tmp_path / 'file', 'a', opener=no_link) as file:
+        file.write('text')
+    assert (tmp_path / 'file').read_text() == 'text'
