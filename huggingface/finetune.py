@@ -149,6 +149,9 @@ class Pretrained:
             if 'trust_remote_code' in str(error):
                 reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
             raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
+        if '/' in str(kernel := self.config._attn_implementation):  # OWNER/NAME, which transformers fetches and runs
+            found = f'attn_implementation: found {ascii(kernel)[:80]}, which is code of the hub'
+            raise ValueError(f'{folder}/config.json: {found}, expected none: delete it')
         mappings = transformers.models.auto.modeling_auto
         known = set(mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         if not getattr(self.config, 'is_decoder', True):

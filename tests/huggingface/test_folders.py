@@ -109,6 +109,7 @@ def test_tensors_are_looked_for_in_the_files_and_not_where_an_index_says(folder_
         ({'dtype': 'torch.bfloat16'}, 'torch.bfloat16'),
         ({'hidden_act': 'swish9'}, 'swish9'),
         ({'rope_parameters': {'rope_type': 'magic', 'rope_theta': 1e4}}, 'magic'),
+        ({'attn_implementation': 'somebody/attention'}, 'somebody/attention.*code of the hub'),
         ({'pad_token_id': 300}, 'pad_token_id=300.*259 rows.*null'),
     ],
 )
