@@ -5,9 +5,11 @@ This project raises ValueError or OSError with a one-line message for a user's m
 line. Anything else is a bug and keeps its traceback.
 """
 
+import errno
 import io
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -65,6 +67,9 @@ def report(error, out_of_memory_advice=None):
         # The rank that failed first knows the reason: give torchrun time to notice that rank before this one.
         line = f'{prefix} stopped because another rank stopped: look for the first error ({first_line(error)[:200]})'
         time.sleep(1)
+    elif isinstance(error, OSError) and error.errno == errno.EMFILE:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        line = f'{prefix} error: more files are open than this shell allows ({most}): `ulimit -n 4096`, and start again'
     elif isinstance(error, KeyboardInterrupt):
         line = f'{prefix} interrupted'
     elif is_users_mistake(error):

@@ -10,6 +10,7 @@ import fuzz
 import pytest
 import torch
 from fuzzing import checkpoints as fuzzing_checkpoints
+from fuzzing import foreign as fuzzing_foreign
 from fuzzing import keys as fuzzing_keys
 
 import configurator
@@ -140,6 +141,7 @@ def test_a_path_that_a_file_decides_is_noticed(monkeypatch):
     monkeypatch.setattr(files, 'check_form', lambda *arguments: None)
     monkeypatch.setattr(shards, 'check_form', lambda *arguments: None)
     monkeypatch.setattr(shards, 'bare_name', lambda name, where: name)
+    monkeypatch.setattr(fuzzing_foreign, 'draw_value', lambda draw, outside: f'{outside}/secret')
     assert any('files outside of the folder' in line for line in failures('foreign', 200))
 
 

@@ -67,6 +67,12 @@ def test_nccl_out_of_memory_is_out_of_memory(capfd):
     assert '[0] error: out of memory' in (shown := capfd.readouterr().err) and shown.endswith('; lower batch_size\n')
 
 
+def test_too_many_open_files_are_answered_with_the_command_that_allows_more(capfd, monkeypatch):
+    monkeypatch.setattr(errors.resource, 'getrlimit', lambda kind: (48, 1024))
+    errors.report(OSError(24, 'Too many open files', 'train_000047.bin'))
+    assert re.match(r'\[0\] error: more files .*\(48\): `ulimit -n 4096`', capfd.readouterr().err)
+
+
 def test_of_several_errors_that_end_a_run_the_first_is_kept_for_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setattr(stopping, 'starts_file', str(tmp_path / '.starts.json'))
     stopping.note_error('there is no file yet: this run was not counted')
