@@ -143,8 +143,11 @@ def two_processes_meet():
         'import torch, torch.distributed as dist; dist.init_process_group("gloo"); one = torch.ones(1); '
         'dist.all_reduce(one); assert one.item() == 2; dist.destroy_process_group()'
     )
-    run = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', '--no-python']
-    answer = subprocess.run([*run, sys.executable, '-c', program], capture_output=True, text=True, timeout=120)
+    with tempfile.NamedTemporaryFile('w', suffix='.py') as file:  # of a name that nobody can have taken before
+        file.write(program)
+        file.flush()
+        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', file.name]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if answer.returncode:
         lines = [line for line in answer.stderr.splitlines() if 'Error' in line]
         raise ConnectionError(lines[-1] if lines else answer.stderr[-300:])
