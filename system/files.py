@@ -139,7 +139,8 @@ def refuse_link_out(path, folder):
     if os.path.basename(os.path.dirname(home)) == 'snapshots':
         homes.append(os.path.join(os.path.dirname(os.path.dirname(home)), 'blobs'))
     if not any(found.startswith(f'{home}{os.sep}') for home in homes):
-        mend = f'cp --remove-destination {shlex.quote(found)} {shlex.quote(str(path))}'
+        link = shlex.quote(str(path))
+        mend = f'rm {link} && cp {shlex.quote(found)} {link}'
         raise ValueError(
             f'{path}: found a link to {found}, expected a file of {folder}: delete it, or if you made it, `{mend}`'
         )
