@@ -35,8 +35,8 @@ def no_link(path, flags):
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        found = f'found a link to {os.path.realpath(path)}, expected a file, to write to'
-        raise ValueError(f'{path}: {found}: delete it, or put the file itself there') from None
+        found = f'found a link to {os.path.realpath(path)}, expected a file: delete it, or put the file itself there'
+        raise OSError(errno.ELOOP, found, str(path)) from None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from system.collectives import on_rank_0
-from system.files import remove_if_there, write_file
+from system.files import read_json, remove_if_there, write_file
 
 INTERRUPTIONS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # end a run that nobody planned to cut into parts
 STOP_FILE, END_OF_JOB = 65, 66  # reasons other than a signal; signals have smaller numbers
@@ -193,7 +193,7 @@ def _count_start(out_dir, step, max_failures):
 def read_starts():
     """The content of STARTS, {} if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(Path(starts_file).read_text()))
+        return read_json(Path(starts_file), {'step': int, 'command': [str], 'count': int, 'error': str})
     return {}
 
 

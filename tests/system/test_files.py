@@ -77,9 +77,9 @@ def test_no_file_is_written_through_a_link(tmp_path):
     for name in ('results.jsonl', 'DONE.tmp', 'nowhere'):
         (tmp_path / name).symlink_to('mine' if name != 'nowhere' else 'new')
     for name in ('results.jsonl', 'nowhere'):
-        with pytest.raises(ValueError, match=f'{name}: found a link to .*, expected a file'):
+        with pytest.raises(OSError, match=f'found a link to .*, expected a file.*{name}'):
             open(tmp_path / name, 'a', opener=no_link)
-    with pytest.raises(ValueError, match='DONE.tmp: found a link to .*mine'):
+    with pytest.raises(OSError, match='found a link to .*mine.*DONE.tmp'):
         write_file(tmp_path / 'DONE', 'text')
     assert (tmp_path / 'mine').read_text() == 'precious' and not (tmp_path / 'new').exists()
     write_file(tmp_path / 'results.jsonl', 'text')  # takes the place of the link
