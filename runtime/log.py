@@ -328,7 +328,7 @@ def wandb_id(out_dir, say):
     if not run_id or made_in != here:
         run_id = run_id or os.urandom(4).hex()
         id_file.parent.mkdir(exist_ok=True)
-        id_file.write_text(f'{run_id}\n{here}\n')
+        write_file(id_file, f'{run_id}\n{here}\n')
     return run_id
 
 
