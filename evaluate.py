@@ -189,13 +189,12 @@ if pretrained and pretrained.frozen_rounding != 'float32':
 
 # --- EVALUATE ---------------------------------------------------------------------------------------------------------
 def write_samples(task, found):
-    """Write each item's log-likelihoods, or the model's answer, in the order of the task's file."""
+    """Write each item's log-likelihoods, or the model's answer with its scores, in the order of the task's file."""
     os.makedirs(config.samples, exist_ok=True)
     with open(os.path.join(config.samples, f'{task.name}.jsonl'), 'w', encoding='utf-8') as file:
         for item, item_results in zip(task.items, found, strict=True):
             if task.form == 'prompt':
-                row = {'prompt': plain(item.pairs[0][0]), 'answer': item.rule.answers, 'written': item_results}
-                row |= item.rule.judge(item_results)
+                row = {'prompt': plain(item.pairs[0][0]), 'answer': item.rule.answers, **item_results}
             else:
                 nats, greedy = zip(*item_results, strict=True)
                 pairs = [(plain(context), answer) for context, answer in item.pairs]

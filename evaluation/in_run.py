@@ -65,7 +65,7 @@ class Evaluation:
 
     def run(self, model, bars=False, beat=lambda: None):
         """Yield (task, {score: value}, line to print, [result of each item]) for each task. The result of an item is
-        its log-likelihoods (see scoring.py) or the text that the model wrote. Collective.
+        its log-likelihoods (see scoring.py), or what the model has written with its scores. Collective.
 
         The model may be wrapped or sharded, and is put into eval mode meanwhile. Scores that are not finite are left
         out. bars: draw a progress bar for each task. beat: called before each forward pass. Raises NotFinite if a
@@ -94,8 +94,10 @@ class Evaluation:
             longest = max(len(prompt.tokens) + prompt.max_new_tokens for prompt in prompts)
             at_once = max(self.batch_size, self.tokens_at_once // longest)
             texts = generating.write_answers(model, prompts, self.encoder, at_once, self.device, bar, beat)
-            scores = scores_of_answers(task, texts)
-            return texts, collectives.on_rank_0(lambda: scores)  # the clock may have ended a search on one rank alone
+            judged = [item.rule.judge(text) for item, text in zip(task.items, texts, strict=True)]
+            judged = collectives.on_rank_0(lambda: judged)  # a time limit may have ended the work of one rank alone
+            found = [{'written': text, **scores} for text, scores in zip(texts, judged, strict=True)]
+            return found, scores_of_answers(judged)
         config = unwrapped(model).config
         # Rows with branches (see scoring.py) need these scripts' attention: transformers' own would mix the branches.
         shares = getattr(config, '_attn_implementation', finetune.ATTENTION) == finetune.ATTENTION

@@ -492,9 +492,8 @@ def scores_of_core(task, requests, log_likelihoods, greedy):
     return {'acc': (acc, error), 'centered': ((acc - chance) / (1 - chance), error / (1 - chance))}
 
 
-def scores_of_answers(task, texts):
-    """{name of the score: (value, standard error)} from the text that the model has written for each item."""
-    judged = [item.rule.judge(text) for item, text in zip(task.items, texts, strict=True)]
+def scores_of_answers(judged):
+    """{name of the score: (value, standard error)} of what the rules say about the text of each item."""
     names = dict.fromkeys(name for found in judged for name in found)  # each row may have its own rule
     return {name: mean_of([found[name] for found in judged if name in found]) for name in names}
 
