@@ -110,6 +110,23 @@ TRL = """
     trust_remote_code use_cache use_cpu use_liger_kernel use_weighting warmup_steps weight_decay
 """.split()
 
+# Of GRPOConfig those that SFTConfig and DPOConfig lack.
+GRPO = """
+    cache_implementation cast_lm_head_to_fp32 chat_template_kwargs delta ds3_gather_for_generation entropy_coef
+    entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target epsilon epsilon_high generation_batch_size
+    generation_kwargs importance_sampling_level log_completions log_completions_hub_repo log_multimodal
+    log_unique_prompts mask_truncated_completions max_completion_length max_tool_calling_iterations min_p
+    multi_objective_aggregation num_completions_to_print num_generations num_generations_eval num_iterations
+    off_policy_mask_threshold repetition_penalty reward_weights sapo_temperature_neg sapo_temperature_pos scale_rewards
+    steps_per_generation temperature top_entropy_quantile top_k top_p transformers_continuous_batching_config
+    use_adaptive_entropy use_bias_correction_kl use_transformers_continuous_batching use_transformers_paged use_vllm
+    vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode vllm_gpu_memory_utilization
+    vllm_group_port vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_max_model_length vllm_mode vllm_model_impl
+    vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+    vllm_tensor_parallel_size
+""".split()
+
 
 def rows():
     """(flags, answer) of each row of the page's tables of flags."""
@@ -122,11 +139,15 @@ def says(flag, script='train_ddp.py'):
     return translated(flag, KNOBS[script], REPO / script)
 
 
-@pytest.mark.parametrize('fields', [TORCHTUNE, TRL], ids=['torchtune', 'TRL'])
-def test_every_flag_is_a_key_or_has_an_answer(fields):
-    assert fields == sorted({*fields}) and len(fields) > 100
-    for flag in fields:
-        assert flag in KNOBS['train_ddp.py'] or says(flag), f'docs/reference/names.md has no row for {flag}'
+@pytest.mark.parametrize(
+    ('fields', 'script'),
+    [(TORCHTUNE, 'train_ddp.py'), (TRL, 'train_ddp.py'), (GRPO, 'train_grpo.py')],
+    ids=['torchtune', 'TRL', 'GRPO'],
+)
+def test_every_flag_is_a_key_or_has_an_answer(fields, script):
+    assert fields == sorted({*fields}) and len(fields) > 60
+    for flag in [*fields, 'max_prompt_length', 'kl_coef']:
+        assert flag in KNOBS[script] or says(flag, script), f'docs/reference/names.md has no row for {flag}'
 
 
 def test_a_flag_stands_in_one_row_and_its_answer_begins_with_what_it_is():
