@@ -5,11 +5,13 @@ Which device and which dtype a rank computes with, and how the device is set up.
 import atexit
 import contextlib
 import ctypes
+import errno
 import getpass
 import importlib.util
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 
 from system.processes import local_world_size, ranks_in_words
@@ -139,6 +141,8 @@ def make_compile_caches():
         try:
             if folder:
                 os.makedirs(folder, exist_ok=True)
+                if (about := os.stat(folder)).st_uid != os.getuid() or about.st_mode & stat.S_IWOTH:
+                    raise PermissionError(errno.EPERM, 'by you alone, and it is loaded as code')
                 tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             os.environ[name] = tempfile.mkdtemp(prefix='compiled_')

@@ -25,3 +25,13 @@ def test_a_run_ends_well_without_the_folder_of_the_compiler(tmp_path, compiles, 
     ended = run_script('train_ddp.py', *keys, TORCHINDUCTOR_CACHE_DIR='/proc/nope')
     said = ended.stdout + ended.stderr
     assert said.count('/proc/nope cannot be written') == lines and 'Traceback' not in said
+
+
+def test_what_is_compiled_is_loaded_from_no_folder_that_others_can_write(tmp_path, monkeypatch):
+    (tmp_path / 'made_by_another').mkdir()
+    (tmp_path / 'made_by_another').chmod(0o777)
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'made_by_another'))
+    monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path / 'own'))
+    (line,) = devices.make_compile_caches()
+    assert f'TORCHINDUCTOR_CACHE_DIR={tmp_path}/made_by_another cannot be written' in line
+    assert devices.os.environ['TORCHINDUCTOR_CACHE_DIR'] != str(tmp_path / 'made_by_another')
