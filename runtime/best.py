@@ -48,7 +48,7 @@ class Best:
             keys['block_size'],
             *(keys[key] for key in OF_PAIRS if key in keys),
         ]
-        if saved and saved['evaluated'] == self.evaluated and None not in (saved.get('step'), saved.get('val_loss')):
+        if saved and saved['evaluated'] == self.evaluated and None not in (saved['step'], saved['val_loss']):
             self.step, self.val_loss, self.stage = saved['step'], saved['val_loss'], saved.get('stage') or 0
             self.worse = 0 if learns_otherwise else saved['worse']
 

@@ -584,14 +584,14 @@ STATE = {
     'step': int,
     'step_of_weights?': int,
     'config': {'dataset': str, 'data_dir': str, 'init_from': str, 'dataset_stages?': list, 'prompts?': [str]},
-    'identity': {'model': {'modules_to_save?': [str], 'lora_targets?': str, 'yarn?': [float]}},
+    'identity': {'model': {'modules_to_save?': [str], 'lora_targets?': str, 'yarn?': ([float], None)}},
     'scaler': dict,
     'scalers?': [dict],
     'numbers?': COUNTS,
     'numbers_of_replicas?': [COUNTS],
-    'best?': {'step?': int, 'val_loss?': float, 'worse': int, 'evaluated': list},
-    'base?': {'init_from': str, 'fingerprint': str},
-    'reference?': str,
+    'best?': {'step': (int, None), 'val_loss': (float, None), 'worse': int, 'evaluated': list, 'stage?': (int, None)},
+    'base?': ({'init_from': str, 'fingerprint': str}, None),
+    'reference?': (str, None),
     'diloco?': {'num_replicas': int, 'fragments': [[str]], 'mid_round': bool},
 }
 

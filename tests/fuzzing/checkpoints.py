@@ -54,8 +54,6 @@ class Calls:
 def honest():
     """The out_dir of a run with one checkpoint. One process, as a training script makes it."""
     out_dir = Path(STAYS.name) / 'run'
-    if not torch.distributed.is_initialized():
-        begin.join_ranks(60, torch.device('cpu'))
     model, optimizer = model_and_optimizer()
     step(model, optimizer)
     state = {'tokens': 48, 'scaler': {}, 'numbers': {'skipped': 0, 'in_a_row': 0, 'losses': [4.5, 4.25]}}
@@ -196,6 +194,14 @@ def listen():
 
 
 def check_checkpoint(draw, folder):
+    begin.join_ranks(60, torch.device('cpu'))
+    try:
+        read_one(draw, folder)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def read_one(draw, folder):
     global noted
     honest_run = honest()
     listen()
@@ -247,7 +253,7 @@ def read_as_the_scripts_do(draw, out_dir):
         check(ours.out_dir == CONFIG['out_dir'], 'the run goes elsewhere', ours.out_dir)
     else:  # resume
         state = checkpoint.read_state(path)
-        identity.check_resume(state, CONFIG, {'model': ModelConfig(**SIZES).to_dict(), **IDENTITY})
+        identity.check_resume(state, CONFIG, {'model': ModelConfig(**SIZES).to_dict(), **IDENTITY}, {})
         model, optimizer = model_and_optimizer()
         checkpoint.load(path, model, optimizer)
         health.resume_loss_scale(torch.amp.GradScaler('cpu'), state['scaler'])
