@@ -375,7 +375,7 @@ def test_nanogpt_files_without_header_are_read_and_the_assumptions_said_once(tmp
     assert not (tmp_path / 'opened').exists()
     data.open_dataset(tmp_path, 'openwebtext', 'train', 10, vocab_size=60000)
     said = capsys.readouterr().out
-    assert 'uint16' in said and 'vocab_size=60000 as given' in said and '50257' not in said
+    assert 'uint16' in said and 'vocab_size=60000 of the run' in said and '50257' not in said
     (folder / 'meta.json').write_text('{"vocab_size": 50300, "itos": {}}')
     assert data.open_dataset(tmp_path, 'openwebtext', 'train', 10).vocab_size == 50300
     assert capsys.readouterr().out == ''

@@ -356,11 +356,9 @@ def check_same_tokenizer(dataset_folder, model_folder):
     ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
     found = difference_of(ours, theirs, model_folder)
     if not found and meta.get('masked'):  # chat templates write special tokens
-        for number, token in ours.tokenizer.get_added_tokens_decoder().items():
-            if theirs.tokenizer.token_to_id(token.content) != number:
-                found = (
-                    f'has the special token {token.content}, which that of {model_folder} has elsewhere or not at all'
-                )
+        added = ours.tokenizer.get_added_tokens_decoder().items()
+        moved = [token.content for number, token in added if theirs.tokenizer.token_to_id(token.content) != number]
+        found = moved and f'has the special token {moved[0]}, which that of {model_folder} has elsewhere or not at all'
     if not found:
         return notes
     raise ValueError(f'{dataset_folder}: its tokenizer {facts["name"]} {found}; prepare it anew: {command}')
