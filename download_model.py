@@ -41,7 +41,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from system.errors import one_line, report_errors
-from system.files import bare_name, check_form, merge_command, no_link, read_json, sha256_of, write_file
+from system.files import bare_name, check_form, merge_command, no_link, parse_json, read_json, sha256_of, write_file
 
 report_errors()
 
@@ -66,7 +66,12 @@ DTYPES = {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32', 'F64': 'float6
 
 def read_object(path, form):
     """The object in a JSON file; {} if there is no file. Raises ValueError if it does not have the form."""
-    return read_json(path, form, mend(path.parent)) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        return parse_json(path.read_bytes(), form, path)
+    except ValueError as error:  # mend() only now: once it closes download.unfinished, this process's lock is gone
+        raise ValueError(f'{error}; {mend(path.parent)}') from None
 
 
 def origin(folder):

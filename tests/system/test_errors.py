@@ -1,6 +1,7 @@
 """The one line for whatever ends a run. That ranks print it, and only once, is tested in test_bad_input.py and
 test_train_diloco.py."""
 
+import json
 import re
 
 import pytest
@@ -77,7 +78,8 @@ def test_of_several_errors_that_end_a_run_the_first_is_kept_for_the_next_start(t
     monkeypatch.setattr(stopping, 'starts_file', str(tmp_path / '.starts.json'))
     stopping.note_error('there is no file yet: this run was not counted')
     assert stopping.read_starts() == {}
-    (tmp_path / '.starts.json').write_text('{"step": 5, "error": ""}')
+    before = {'step': 5, 'command': [], 'count': 1, 'error': ''}
+    (tmp_path / '.starts.json').write_text(json.dumps(before))
     for line in ('the cause', 'what another rank made of it'):
         stopping.note_error(line)
-    assert stopping.read_starts() == {'step': 5, 'error': 'the cause'}
+    assert stopping.read_starts() == {**before, 'error': 'the cause'}
