@@ -29,6 +29,7 @@ def exact(x):
         (x.view(2, 32, 32).sum(0), x[:32] + x[32:]),
         (x[:, :1] @ x[:1], x[:, :1] * x[:1]),
         (x @ half[:32] * 2, x @ x[:32]),
+        (torch.addmv(x[:, 1], x, x[0], beta=0), torch.addmv(x[:, 2], x, x[0], beta=0)),
         (-(opposite.sum(0)), x.sum(0)),
         (x.new_zeros(64, 32).index_add(0, order, x)[order], x),
         (x.new_zeros(32, 32).index_add(0, twice, x), x[:32] + x[32:]),
