@@ -62,6 +62,7 @@ class Keys:
     trust_remote_code = False  # run the Python that came with init_from [per job]
     arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # the top of model.py compares them
     heads: int | None = None  # enoki, qwen3: size, learning rate, steps and weight decay by the published rules [>= 1]
+    tokens_per_parameter = 20.0  # with heads: sets max_iters; 20 = Chinchilla's; more = a better small model [> 0]
     n_layer = 12  # transformer blocks [>= 1]
     n_head = 12  # query heads [>= 1]
     n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head [>= 1]
@@ -277,6 +278,10 @@ READ_IF = {
         'lr_rule': (
             'from scratch with --heads, whose rule is not asked if a learning_rate is given',
             lambda run: run.heads and not run.is_given('learning_rate'),
+        ),
+        'tokens_per_parameter': (
+            'from scratch with --heads, if no max_iters or num_epochs is given',
+            lambda run: run.heads and not run.is_given('max_iters') and not run.is_given('num_epochs'),
         ),
         'dataset': (
             'with dataset_stages that begin later than step 0',

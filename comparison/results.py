@@ -24,10 +24,11 @@ from runtime import PHASES
 from system.files import ROOT, read_json, write_file
 
 WARM_UP = 10  # first steps, not timed: allocations, compilation, new buckets; at most a quarter of the run
-# Runs are comparable if these keys agree: those tagged [result], without two that only set max_iters and learning_rate,
-# which are in here themselves. norm_eps and packed are no keys of a script; they follow from init_from and the dataset.
+# Runs are comparable if these keys agree: those tagged [result], without three that only set max_iters and
+# learning_rate, which are in here themselves. norm_eps and packed are no keys of a script; they follow from init_from
+# and the dataset.
 MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_ddp.py')).items() if 'result' in knob.tags}
-MATHEMATICS = MATHEMATICS - {'num_epochs', 'lr_rule'} | {'norm_eps', 'packed'}
+MATHEMATICS = MATHEMATICS - {'num_epochs', 'tokens_per_parameter', 'lr_rule'} | {'norm_eps', 'packed'}
 # With another value of one of these keys than here, DiLoCo's losses are not those of the other strategies.
 EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0, 'exchange_dtype': 'float32'}
 

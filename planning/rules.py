@@ -82,7 +82,7 @@ def fill_from_heads(config, explicit):
     settle(mlp_hidden_dim=mlp_ratio * run['n_embd'], attention_gate=gate)
     non_embedding, total = rule_counts(run)
     batch = (config['global_batch_size'], config['block_size'])  # sequences x tokens
-    settle(max_iters=max(1, 20 * total // max(1, math.prod(batch))))  # 20 tokens per parameter
+    settle(max_iters=max(1, int(config['tokens_per_parameter'] * total / max(1, math.prod(batch)))))
     settle(warmup_iters=run['max_iters'] // 50)
     if 'learning_rate' in explicit:
         settle(learning_rate=None)
@@ -150,6 +150,7 @@ def rule_rows(run):
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description='What heads and arch decide, and the learning rates of all optimizers')
     keys = {'arch': 'enoki', 'optimizer': 'adana', 'kappa': 0.85, 'lr_rule': 32, 'global_batch_size': 512}
+    keys['tokens_per_parameter'] = 20.0
     for key, default in {'heads': 8, **keys}.items():
         parser.add_argument(f'--{key}', type=type(default), default=default, help=f'key of train_*.py, here {default}')
     parser.add_argument('--ladder', action='store_true', help=f'all published sizes: heads {LADDER}')

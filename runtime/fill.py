@@ -206,7 +206,8 @@ def fill_rates(run):
     config, explicit = run.config, run.explicit
     if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not run.pretrained:
         raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
-    filled, rule_notes = rules.fill_from_heads(vars(config), explicit)
+    kept = explicit if config.num_epochs is None else {**explicit, 'max_iters': explicit.get('num_epochs')}
+    filled, rule_notes = rules.fill_from_heads(vars(config), kept)
     vars(config).update(filled)
     run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
     if run.pretrained and 'learning_rate' not in explicit and not config.eval_only:

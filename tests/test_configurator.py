@@ -463,6 +463,7 @@ READ = {
         'packing=False': ({'is_chat': True}, {}),
         'trust_remote_code=True': ({'transformers': True}, {}),
         'lr_rule=512': ({'heads': 8}, {}),
+        'tokens_per_parameter=8.0': ({'heads': 8}, {'heads': 8, 'max_iters': 9}),
         'dataset=web': ({'dataset_stages': ((1, 'code'),)}, {'dataset_stages': ((0, 'code'), (5, 'books'))}),
         'mlp_hidden_dim=64': ({'n_experts': 8}, {'n_experts': 8, 'expert_hidden_dim': 8}),
         'experts_per_token=2 expert_hidden_dim=8 router_bias=0.1': ({'n_experts': 8}, {}),

@@ -18,6 +18,7 @@ from planning import report, rules
 
 CONFIG = {  # the script's defaults, and what config/enoki_8h.py sets
     'heads': 8,
+    'tokens_per_parameter': 20.0,
     'arch': 'enoki',
     'n_layer': 12,
     'n_head': 12,
@@ -231,6 +232,14 @@ def test_explicit_keys_are_kept_and_all_others_are_filled():
         assert set(filled) == everything - {key}
 
 
+def test_tokens_per_parameter_sets_the_length_and_what_follows_from_it():
+    run, _ = fill(tokens_per_parameter=8.0)
+    assert run['max_iters'] == 8 * 70_385_664 // 2**20 == 537
+    assert (run['warmup_iters'], run['wd_ts'], run['weight_decay']) == (10, 53, 4 / 53)
+    assert fill(tokens_per_parameter=0.5)[0]['max_iters'] == 33
+    assert fill({'max_iters'}, tokens_per_parameter=8.0)[0]['max_iters'] == 10000
+
+
 def test_what_depends_on_a_given_size_follows_it():
     run, _ = fill({'n_layer'}, n_layer=7)
     assert run['n_layer'] == 7
@@ -389,3 +398,15 @@ def test_max_iters_of_the_command_line_beats_num_epochs_of_a_file(data_dir, tmp_
     assert ' 7 steps x' in run_forked('train_ddp.py', *keys, '--max_iters=7', log=log)
     endless = 'num_epochs=0.5 counts passes over the 100,000,000,000 random tokens of dataset=synthetic'
     assert endless in run_forked('train_ddp.py', *keys, '--dataset=synthetic', log=log)
+
+
+def test_num_epochs_sets_the_length_of_a_run_with_heads_too(data_dir, tmp_path):
+    keys = ['--arch=enoki', '--heads=2', '--dataset=tiny', f'--data_dir={data_dir}', '--block_size=32', '--device=cpu']
+    keys += ['--global_batch_size=8', '--dry_run', f'--out_dir={tmp_path / "out"}', '--learning_rate=1e-3']
+    windows, log = data.open_dataset(data_dir, 'tiny', 'train', 32).n_windows, tmp_path / 'log'
+    said = run_forked('train_ddp.py', *keys, '--num_epochs=2', '--tokens_per_parameter=4', log=log)
+    assert f' {math.ceil(windows / 4):,} steps x' in said
+    assert 'WARNING: tokens_per_parameter=4.0 has no effect here, only from scratch with --heads, if no' in said
+    parameters = 12 * 128**2 + 2 * 128 * 512
+    said = run_forked('train_ddp.py', *keys, '--vocab_size=512', '--tokens_per_parameter=4', log=log)
+    assert f' {4 * parameters // 256:,} steps x' in said and 'no effect' not in said
