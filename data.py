@@ -23,15 +23,15 @@ import math
 import operator
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from dataset.mixture import SourceOrder, names_in, parse_stages
 from dataset.shuffle import permuted
-from dataset.windows import has_split, open_dataset
+from dataset.windows import TOKEN_BYTES, has_split, open_dataset, read_meta
 from system.errors import one_line
-from text.tokenizer import as_argument, names_tokenizer, same_tokenizer, tokenizer_of
 
 MAX_EPOCHS = 4  # over a source of a mixture: up to here, repeated text is nearly as good as new (arXiv 2305.16264)
 BATCHES_AHEAD = 8  # batches made ahead while the model computes
@@ -183,16 +183,21 @@ class Mixture:
 def bytes_per_target(source, n_windows):
     """Mean bytes of text of the targets in a dataset's first windows, counted once on rank 0, which logs them; None on
     others, for conversations, whose templates are no text, and if the tokens of the tokenizer cannot be looked up."""
-    if source.is_chat or os.environ.get('RANK', '0') != '0' or not names_tokenizer(source.name):
+    if source.is_chat or os.environ.get('RANK', '0') != '0' or 'tokenizer' not in read_meta(Path(source.name)):
         return None
-    try:
-        tokenizer = tokenizer_of(source.name)
-    except (ValueError, OSError) as error:
-        print(f'no bits per byte: {one_line(error)}', flush=True)
-        return None
-    counts = source.count_ids(n_windows)
+    counts, table = source.count_ids(n_windows), os.path.join(source.name, TOKEN_BYTES)
     ids = np.flatnonzero(counts)
-    return (counts[ids] @ tokenizer.count_bytes(ids.tolist())).item() / counts.sum().item()
+    if os.path.exists(table):
+        sizes = np.load(table, allow_pickle=False)[ids].astype(np.int64)
+    else:  # of a dataset of an earlier version
+        from text.tokenizer import tokenizer_of
+
+        try:
+            sizes = np.array(tokenizer_of(source.name).count_bytes(ids.tolist()))
+        except (ValueError, OSError) as error:
+            print(f'no bits per byte: {one_line(error)}', flush=True)
+            return None
+    return (counts[ids] @ sizes).item() / counts.sum().item()
 
 
 def open_mixture(keys, split):
@@ -212,6 +217,8 @@ def open_mixture(keys, split):
     first, *others = sources.values()
     before = [first.name]
     for source in others:
+        from text.tokenizer import as_argument, same_tokenizer  # here: one dataset has one tokenizer
+
         if not same_tokenizer(*before, source.name) or source.vocab_size != first.vocab_size:
             raise ValueError(
                 f'{source.name} has the tokens of another tokenizer than {" and ".join(before)}: prepare it with '
@@ -235,6 +242,8 @@ def open_validation(keys, train_data):
     facts = {'dataset': keys['val_dataset'], 'dataset_stages': (), 'vocab_size': train_data.vocab_size}
     trained = [source.name for source in train_data.sources]
     folders = [os.path.join(keys['data_dir'], name) for name in names_in(parse_stages({**keys, **facts}))]
+    from text.tokenizer import as_argument, same_tokenizer
+
     if not same_tokenizer(*trained, *folders):
         raise ValueError(
             f'val_dataset={keys["val_dataset"]} has the tokens of another tokenizer than {" and ".join(trained)}: '

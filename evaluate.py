@@ -20,7 +20,6 @@ For each task the script prints a line of scores with their standard errors, and
 
 import json
 import os
-from dataclasses import replace
 from typing import Literal
 
 from configurator import configure, say_without_effect
@@ -55,20 +54,16 @@ class Config:
 # ----------------------------------------------------------------------------------------------------------------------
 config, explicit = configure(Config)  # before `import torch`, so --help is quick
 
-import torch
 
-import data
 import fsdp
 import fsdp_manual
-from evaluation import in_run, tasks
-from huggingface import finetune, lora, native, rounding
-from layout import Share, make_mesh
-from model import GPT
+from evaluation import in_run
+from layout import make_mesh
 from runtime import begin, checkpoint
+from runtime import opened as models
 from system import collectives, devices, errors, processes
 from system.files import no_link, sha256_of
 from text.control_tokens import plain
-from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 # --- PROCESSES --------------------------------------------------------------------------------------------------------
 errors.report_errors(lambda: 'lower batch_size or block_size, or use --shard=torch on several ranks')
@@ -76,7 +71,6 @@ processes.end_with_parent()
 devices.make_compile_caches()  # torch imports its compiler to read a checkpoint
 rank, local_rank, world_size = processes.ranks_from_environment()
 device = devices.choose_device(config.device, local_rank)
-compute_dtype = devices.choose_dtype(config.dtype, device)
 if not config.tasks:
     raise ValueError('no tasks: name files of them, --tasks=tasks/piqa.jsonl; docs/evaluate.md says how to get some')
 if config.chat_template_kwargs and not config.apply_chat_template:
@@ -96,37 +90,16 @@ def append_result(row):
 
 
 # --- MODEL AND TOKENIZER: shapes only, no weights yet -----------------------------------------------------------------
-path, step = None, None  # of the checkpoint, if it is a run
-finetune.refuse_adapter(config.out_dir)
-if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
-    path = checkpoint.with_all_ranks(checkpoint.choose_to_read, config.out_dir, config.step)
-    state = checkpoint.read_state(path)
-    step = state['step']
-is_native = path is not None and state['config'].get('native', False)
-if path and not finetune.is_fine_tuned(state):
-    pretrained, model_config = None, checkpoint.read_model_config(path, state)
-    folder = data.folder_of(state['config'], config.data_dir)
-    tokenizer = tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer)
-    encoder = tasks.NativeEncoder(tokenizer, state['config'].get('windows'))
-    positions = model_config.block_size
-else:
-    if config.tokenizer is not None:
-        raise ValueError(f'tokenizer={config.tokenizer}: a model of transformers has its own; leave it out')
-    finetune.transformers_offline().logging.set_verbosity_error()
-    if path:
-        pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
-    else:
-        pretrained = finetune.Pretrained(config.out_dir, trust_remote_code=config.trust_remote_code)
-    text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
-    options = config.chat_template_kwargs, state['config'] if path else None
-    encoder = in_run.encoder_of(pretrained, text_tokenizer, *options)
-    # If the configuration names no limit, the tokenizer may; 2048 is the harness's default for models without any.
-    positions = pretrained.positions or (
-        text_tokenizer.model_max_length if text_tokenizer.model_max_length < 1e9 else 2048
-    )
-is_tuned = bool(path and pretrained and not pretrained.lora_rank)  # LoRA's weights are apart from the base's
-if pretrained:
-    compute_dtype = rounding.dtype_to_compute(config.dtype, device, pretrained, is_tuned)
+opened = models.open_model(
+    config.out_dir, config.step, config.data_dir, config.tokenizer, config.trust_remote_code,
+    find=lambda *name: checkpoint.with_all_ranks(checkpoint.choose_to_read, *name),
+)  # fmt: skip
+path, step, pretrained = opened.path, opened.state.get('step'), opened.pretrained
+language = opened.language(chat_template_kwargs=config.chat_template_kwargs)
+# If the configuration names no limit, the tokenizer may; 2048 is the harness's default for models without any.
+longest = getattr(language.tokenizer, 'model_max_length', 1e9)
+positions = opened.positions or (longest if longest < 1e9 else 2048)
+compute_dtype = opened.dtype_to_compute(config.dtype, device, opened.is_tuned)
 say_without_effect('evaluate.py', config, explicit, is_run=path is not None, transformers=pretrained is not None)
 window = config.block_size or positions
 if window > positions:
@@ -137,16 +110,10 @@ collectives.on_rank_0(append_result, None)  # fail now, not after all the work
 # --- REQUESTS: read all tasks now, so that a mistake in the last one is found early -----------------------------------
 options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protocol')}
 options['as_chat'] = config.apply_chat_template
-evaluated = in_run.Evaluation(config.tasks, encoder, window, pretrained, config.batch_size, device, **options)
+evaluated = in_run.Evaluation(config.tasks, language, window, pretrained, config.batch_size, device, **options)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
-with torch.device('meta'):
-    if is_native:  # with as many positions as its folder says, which may be more than the run used
-        raw_model = GPT(replace(native.model_config_of(pretrained), block_size=window), compute_dtype)
-    elif pretrained:
-        raw_model = finetune.for_training(pretrained, compute_dtype, device)
-    else:
-        raw_model = GPT(model_config, compute_dtype)
+raw_model = opened.empty(compute_dtype, device, window)
 if config.shard != 'none':  # as in train_fsdp.py
     fsdp.refuse_scalars(raw_model)
     mesh = make_mesh({'shard': world_size}, device, config.timeout_s)
@@ -157,15 +124,14 @@ elif config.shard == 'torch':
 else:
     model = raw_model
 raw_model.to_empty(device=device)
-if not path or state.get('base'):  # a LoRA checkpoint has only what was trained
-    finetune.load(raw_model, pretrained)  # each rank reads only the rows that it keeps
-if path:
-    of_base = lora.names_of_base(raw_model) if state.get('base') else frozenset()
-    checkpoint.load(path, raw_model, share=Share(of_base=of_base))
+opened.fill(raw_model)
 rounded_away = None
-if is_tuned and not is_native and (rank == 0 or config.shard != 'none'):  # with native, names differ from the folder's
+# With native, names differ from the folder's.
+if opened.is_tuned and not opened.is_native and (rank == 0 or config.shard != 'none'):
+    from huggingface import rounding
+
     rounded_away = rounding.line_before_casting(
-        raw_model, state, config.dtype, compute_dtype, is_sharded=config.shard != 'none'
+        raw_model, opened.state, config.dtype, compute_dtype, is_sharded=config.shard != 'none'
     )
 if config.shard == 'none':
     for parameter in raw_model.parameters():  # cast once, not at every use; buffers (RoPE's frequencies) stay fp32
@@ -179,8 +145,8 @@ def say(line):
         print(line, flush=True)
 
 
-kind = pretrained.arch if pretrained else model_config.arch
-say(f'{path or config.out_dir}: {kind}, {parameters:,} parameters, {window} tokens; {world_size} x {device.type}')
+where = f'{window} tokens; {world_size} x {device.type}'
+say(f'{path or config.out_dir}: {opened.arch}, {parameters:,} parameters, {where}')
 if rounded_away:
     say(rounded_away)
 if pretrained and pretrained.frozen_rounding != 'float32':

@@ -44,23 +44,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-import data
-from evaluation.prompts import TransformersLanguage
-from evaluation.tasks import begin_of_text
-from huggingface import convert, finetune, lora, native, rounding
+from huggingface import convert, finetune, lora, rounding
 from model import GPT
 from moments import is_finite
-from runtime import checkpoint
+from runtime import opened as models
 from system import devices, errors, files
 from text.conversations import template_of
-from text.tokenizer import (
-    END_OF_TEXT,
-    SAMPLE_TEXT,
-    ByteTokenizer,
-    TiktokenTokenizer,
-    load_transformers_tokenizer,
-    tokenizer_of,
-)
+from text.tokenizer import SAMPLE_TEXT, as_file
 
 errors.report_errors()
 devices.make_compile_caches()  # torch imports its compiler to read a checkpoint
@@ -88,15 +78,10 @@ if not re.fullmatch(r'\d+[KMG]B', config.max_shard_size):
 config.to = os.path.abspath(config.to or os.path.join('models', os.path.basename(os.path.abspath(config.out_dir))))
 if os.path.isfile(config.to) or (os.path.isdir(config.to) and os.listdir(config.to)):
     raise ValueError(f'{config.to} exists: delete it, or name another folder with --to=FOLDER')
-path = checkpoint.choose_to_read(config.out_dir, config.step)
-state = checkpoint.read_state(path)
-model_facts = state['identity']['model']
-is_fine_tuned = finetune.is_fine_tuned(state)
+opened = models.open_model(config.out_dir, config.step, config.data_dir, trust_remote_code=config.trust_remote_code)
+path, state, pretrained, weights = opened.path, opened.state, opened.pretrained, opened.weights()
+model_facts, is_fine_tuned = state['identity']['model'], pretrained is not None
 say_without_effect('export_model.py', config, explicit, transformers=is_fine_tuned)
-model_config = None if is_fine_tuned else checkpoint.read_model_config(path, state)
-weights, _ = checkpoint.load_weights(path)
-if state['config'].get('native'):
-    weights = native.weights_for_transformers(weights, state)
 if config.adapter and not model_facts.get('lora_rank'):
     raise ValueError(f'adapter=True: {config.out_dir} was trained without LoRA (lora_rank=0); leave --adapter out')
 if config.adapter and state['config'].get('lora_residual'):  # a key of earlier versions that changed frozen weights
@@ -157,7 +142,6 @@ def logits_of(model):
 
 
 if is_fine_tuned:
-    pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
     vocab_size, block_size = pretrained.vocab_size, pretrained.block_size
     if config.adapter and pretrained.added_rows:
         raise ValueError(
@@ -166,12 +150,11 @@ if is_fine_tuned:
         )
     model = finetune.for_inference(pretrained, weights)
 else:
-    weights, model_config = convert.without_multipliers(weights, model_config)
+    weights, model_config = convert.without_multipliers(weights, opened.model_config)
     vocab_size, block_size = model_config.vocab_size, model_config.block_size
     with torch.device('meta'):
         model = GPT(model_config).eval()
     model.to_empty(device='cpu')
-    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint has tied weights once only
     model.load_state_dict(weights)
 if not config.adapter:
     weights = None
@@ -206,13 +189,10 @@ else:
 # --- WRITE ------------------------------------------------------------------------------------------------------------
 
 
-def find_tokenizer(dataset_folder):
-    """The run's tokenizer; if there is none to export, print why and return None."""
+def find_language():
+    """The Language of a run from scratch; if it has none to export, print why and return None."""
     try:
-        ours = tokenizer_of(dataset_folder, fetch=True)
-        if ours.vocab_size > model_config.vocab_size:
-            raise ValueError(f'{ours.name} in {dataset_folder} has {ours.vocab_size} tokens, more than the model')
-        return ours
+        return opened.language()
     except (ValueError, OSError) as error:
         print(f'exporting without tokenizer: {error} (--data_dir=FOLDER says where the dataset lies)')
 
@@ -227,11 +207,12 @@ def exported_weights():
     return {f'model.{name}': convert.unpadded(name, tensor, model_config) for name, tensor in weights.items()}
 
 
-def write_native(folder, tokenizer):
+def write_native(folder, language):
     """Write config.json, generation_config.json and the weights, and also the code if transformers has no class."""
-    eot = tokenizer and tokenizer.eot
-    bos = tokenizer.bos[-1] if tokenizer and tokenizer.bos else eot  # a document's eot also starts the next one
-    generation = {'bos_token_id': bos, 'eos_token_id': eot, 'pad_token_id': eot}
+    eot = language and language.tokenizer.eot
+    bos = language.tokenizer.bos[-1] if language and language.tokenizer.bos else eot  # a document's eot starts the next
+    ends = language and language.stop_tokens
+    generation = {'bos_token_id': bos, 'eos_token_id': ends if ends and len(ends) > 1 else eot, 'pad_token_id': eot}
     if convert.is_in_transformers(model_config):
         their_config = convert.config_to_transformers(model_config)
     else:
@@ -273,7 +254,7 @@ def stop_after_answers(folder):
     content = {key: getattr(text_config, key, None) for key in keys}
     if os.path.exists(path):
         content = files.read_json(path, dict, 'copy it again')
-    language = TransformersLanguage(load_transformers_tokenizer(folder, config.trust_remote_code), folder)
+    language = opened.language(answers=False)
     stops = content.get('eos_token_id')
     stops = [stop for stop in (stops if isinstance(stops, list) else [stops]) if stop is not None]
     ends = [end for end in language.end_of_answer() if end not in stops] if language.has_template else []
@@ -338,23 +319,20 @@ def write_adapter(folder):
     save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'), {'format': 'pt'})
 
 
-def write_tokenizer(ours, dataset_folder, folder):
+def write_tokenizer(language, folder):
     """Write tokenizer.json and tokenizer_config.json if transformers then gives the same tokens; else print a line."""
     import tokenizers
 
-    if isinstance(ours, TiktokenTokenizer) and ours.name != 'bpe':  # tiktoken's own names
-        encoding = ours.encoding
-        fast = convert.byte_level_bpe(encoding._mergeable_ranks, encoding._special_tokens, encoding._pat_str)
-    elif isinstance(ours, ByteTokenizer):
-        fast = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: ours.eot})
-    else:
-        fast = tokenizers.Tokenizer.from_file(os.path.join(dataset_folder, 'tokenizer.json'))
-    begin = begin_of_text(ours, state['config'].get('windows'))
+    ours = language.tokenizer
+    fast = as_file(ours, language.folder)
+    begin = language.begin
     eot, bos = fast.id_to_token(ours.eot), [fast.id_to_token(token) for token in begin]
     pieces = list(zip(bos, begin, strict=True))
     fast.post_processor = tokenizers.processors.TemplateProcessing([*bos, '$A'], [*bos, '$A', '$B'], pieces)
     ends = {'bos_token': bos[-1] if bos else eot, 'eos_token': eot, 'model_max_length': model_config.block_size}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends).save_pretrained(folder)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends)
+    theirs.chat_template = language.chat_tokenizer and language.chat_tokenizer.chat_template
+    theirs.save_pretrained(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = theirs.encode(SAMPLE_TEXT)
     if (
@@ -438,12 +416,10 @@ try:
         write_older_names(unfinished)
         check_model(unfinished)
     else:
-        run = state['config']
-        dataset_folder = data.folder_of(run, config.data_dir)
-        tokenizer = find_tokenizer(dataset_folder)
-        write_native(unfinished, tokenizer)
-        if tokenizer:
-            write_tokenizer(tokenizer, dataset_folder, unfinished)
+        language = find_language()
+        write_native(unfinished, language)
+        if language:
+            write_tokenizer(language, unfinished)
         write_older_names(unfinished)
         check_model(unfinished)
     readable = os.path.join(unfinished, 'adapter_config.json' if config.adapter else 'config.json')

@@ -232,7 +232,7 @@ MOVED = {
 # A key of a config file is made vain by the file itself, or by what the file could not know: a key of the command line,
 # or the machine. Only of the first one it makes a line. FOLLOWS_FROM = {fact: the keys from which it follows}; '' = the
 # machine decides it.
-MODEL, RUN = 'init_from native', 'model out_dir'
+MODEL, RUN = 'init_from native', 'out_dir'
 FOLLOWS_FROM = {
     'transformers': f'{MODEL} {RUN}',
     'has_dropout': MODEL,
@@ -338,20 +338,17 @@ READ_IF = {
         'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
     },
     'train_grpo.py': {
-        'dataset_stages val_dataset windows eval_interval eval_sequences eval_iters global_batch_size '
-        'loss_spike_guard': (
+        'dataset data_dir dataset_stages val_dataset windows eval_interval eval_sequences eval_iters '
+        'global_batch_size loss_spike_guard': (
             'in scripts that learn from a dataset: here it is --prompts',
             lambda run: not run.prompts,
-        ),
-        'dataset data_dir': (
-            'where init_from is a run from scratch, whose tokenizer is there',
-            lambda run: not (run.transformers or run.native),
         ),
         'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
         'epsilon epsilon_high': ('with --num_iterations=2 or more', lambda run: run.num_iterations > 1),
     },
     'sample.py': {
         'top_k top_p seed': ('with a --temperature above 0', lambda run: run.temperature),
+        'step': ('for a run: a Hugging Face folder has no steps', lambda run: run.is_run),
         'data_dir': ('for a run from scratch', lambda run: not run.transformers),
         'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
     },

@@ -43,7 +43,8 @@ class Config:
     max_left_out = 0.5  # share of the rows that may be left out, for printed reasons; more is an error [>= 0, <= 1]
     max_tokens: int | None = None  # stop when the train split has this many; None = read everything [>= 1]
     # tokens
-    tokenizer = 'bpe'  # bpe (trained on the text), bytes, a tiktoken name (gpt2, ...) or a Hugging Face folder [path]
+    tokenizer = 'bpe'  # bpe (trained on the text), bytes, a tiktoken name (gpt2), a run or a Hugging Face folder [path]
+    chat_template: str | None = None  # a .jinja file for conversations; None = the tokenizer's, or a default [path]
     vocab_size = 2048  # of the BPE that is trained [>= 1]
     val_fraction: float | None = None  # of the val split; None = 0.1 of stdlib or a text file, else 0.01 [>= 0, < 1]
     val_rule: Literal['hash', 'tail'] | None = None  # documents by hash, or a file's end; None = tail for text files
@@ -81,19 +82,29 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from dataset.shards import ShardWriter, read_meta, verify
+from dataset.windows import TOKEN_BYTES
 from evaluation.known_tasks import make_tasks
 from system import errors
 from system.files import check_form, read_json, write_file
 from text import encoding, sources
 from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS, PREFERENCES
-from text.conversations import digest_of, template_of, templates_of
+from text.conversations import as_one, digest_of, templates_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of, write_pairs
 from text.engine import Mismatch
 from text.summary import print_example, print_summary
-from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
+from text.templates import default_template
+from text.tokenizer import (
+    describe,
+    fetch_tokenizer,
+    folder_of_tokenizer,
+    load_tokenizer,
+    train_bpe,
+    write_as_folder,
+)
 
 errors.report_errors(lambda: 'lower num_proc')
 
@@ -180,7 +191,7 @@ if config.val_fraction is None:
     config.val_fraction = 0.1 if is_text_file or config.dataset == 'stdlib' else 0.01
 if 'vocab_size' in explicit and config.tokenizer != 'bpe':
     raise ValueError(f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own')
-tokenizer_facts = describe(config.tokenizer, config.vocab_size)
+tokenizer = folder_of_tokenizer(config.tokenizer)  # a name or a folder
 
 if config.text_field and '{' in config.text_field:  # a template; a shell passes \n as two characters
     config.text_field = config.text_field.replace('\\n', '\n')
@@ -214,12 +225,27 @@ else:
     tail_fraction = config.val_fraction if config.val_rule == 'tail' and config.val_fraction else None
     options = (config.text_field, config.source_split, tail_fraction, config.chat, config.dedup, config.chat_fields)
     source = sources.find_source(config.dataset, *options)
-chat_template = template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
-if source.chat and not chat_template and not config.pairs:
+if source.chat and tokenizer == 'bpe':
     raise ValueError(
-        f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: give '
-        'the folder of a chat model, as --tokenizer=models/Qwen3-0.6B, or --chat=False to learn all strings as text'
+        'tokenizer=bpe with conversations, which teach a model that knows language: give its --tokenizer, as '
+        '--tokenizer=out/RUN or --tokenizer=models/Qwen3-0.6B, or --chat=False to learn all strings as text'
     )
+if source.chat and not config.pairs and not os.path.isdir(tokenizer):
+    tokenizer = write_as_folder(tokenizer, Path(config.data_dir) / 'tokenizers' / tokenizer)
+tokenizer_facts = describe(tokenizer, config.vocab_size)
+if tokenizer != config.tokenizer and os.path.isdir(config.tokenizer):
+    tokenizer_facts['name'] = Path(config.tokenizer).resolve().name
+templates = {}  # {name: text} of those that write the conversations
+if source.chat and config.chat_template:
+    if not os.path.isfile(config.chat_template):
+        raise ValueError(f'chat_template={config.chat_template}: there is no such file')
+    templates = {'default': Path(config.chat_template).read_text(encoding='utf-8')}
+elif source.chat and os.path.isdir(tokenizer):
+    templates = templates_of(tokenizer)
+    if not templates and not config.pairs:
+        templates['default'], in_words_of_it = default_template(tokenizer, tokenizer_facts['eot_text'])
+        print(f'{config.tokenizer} has no chat template: conversations are written as {in_words_of_it}')
+chat_template = as_one(templates)
 if source.chat and (config.dedup or config.max_tokens):
     raise ValueError('dedup and max_tokens are for text, and these are conversations: leave them out')
 for key in ('fold_system', 'train_on_input'):
@@ -267,6 +293,8 @@ def refuse(state_of_folder):
 def refuse_other_settings(found, how_far):
     """Raise ValueError if a meta.json or a saved state has another source or other settings than this command."""
     differences = [key for key in {**found['settings'], **settings} if found['settings'].get(key) != settings.get(key)]
+    if found['settings'].get('tokenizer') == {key: value for key, value in tokenizer_facts.items() if key != 'turns'}:
+        differences = [key for key in differences if key != 'tokenizer']  # of a version that reserved no turns
     if 'source' in differences:
         theirs, ours = (f'{about["name"]} (sha256 {about["sha256"][:12]})' for about in (found['source'], facts))
         refuse(f'was {how_far} from {theirs}, this command reads {ours}')
@@ -339,13 +367,13 @@ if was_there:
 
 def warm_up_workers():
     """Have all workers load the tokenizer. Returns their futures; the result is a line for the user, or None."""
-    arguments = (config.tokenizer, folder, source.chat, config.engine)
+    arguments = (tokenizer, folder, source.chat, config.engine, tuple(templates.items()))
     return [workers.submit(encoding.warm_up, *arguments) for _ in range(config.num_proc)]
 
 
 comparison = None
 if 'sha256' in tokenizer_facts:  # first: importing torch makes a worker larger, and gigatoken watches its size
-    comparison = workers.submit(encoding.compare_with_transformers, config.tokenizer)
+    comparison = workers.submit(encoding.compare_with_transformers, tokenizer)
 warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # meanwhile this process reads
 if source.chat:  # what the template cannot write is found by the workers, so here they come first
     try:
@@ -375,8 +403,8 @@ if source.labelled:
 
 def rules_with(val_hashes):
     options = (config.text_field, source.chat or config.chat, config.fold_system, config.seed, val_hashes)
-    more = (config.dedup, source.chat_fields, config.train_on_input)
-    return encoding.Rules(config.tokenizer, folder, *options, config.engine, *more)
+    more = (config.dedup, source.chat_fields, config.train_on_input, tuple(templates.items()))
+    return encoding.Rules(tokenizer, folder, *options, config.engine, *more)
 
 
 def hashes_and_sizes(notes):
@@ -455,7 +483,7 @@ def bpe_sample():
 
 
 if config.tokenizer != 'bpe':
-    encoder = load_tokenizer(config.tokenizer, folder)  # if this fails, nothing has been written yet
+    encoder = load_tokenizer(tokenizer, folder)  # if this fails, nothing has been written yet
 if comparison:
     try:
         line = comparison.result()
@@ -475,8 +503,8 @@ if not is_resumed:
         print(f'training a BPE of {config.vocab_size:,} tokens on the first {BPE_SAMPLE_BYTES >> 20} MB to train on')
         train_bpe(bpe_sample(), config.vocab_size, folder / 'tokenizer.json', config.engine)
     elif 'sha256' in tokenizer_facts:
-        # a copy, since sample.py needs it wherever the dataset is moved
-        shutil.copyfile(Path(config.tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')
+        # a copy, so that the dataset can be moved
+        shutil.copyfile(Path(tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
 dtype = encoding.dtype_for(encoder.vocab_size)
@@ -560,7 +588,7 @@ meta = {
     'eot_token': encoder.eot,
     'dtype': dtype.name,
     **({'masked': True} if source.chat else {}),
-    **({'chat_templates': templates_of(config.tokenizer)} if chat_template else {}),
+    **({'chat_templates': templates} if templates else {}),
     **({'pairs': True} if config.pairs else {}),
     'splits': {split: writer.totals for split, writer in writers.items()},
     'val_fraction': config.val_fraction,
@@ -571,6 +599,7 @@ meta = {
     'source': {**facts, 'left_out': source.skipped[:100], 'notes': dict(sorted(notes.items())[:100])},
     'settings': settings,
 }
+np.save(folder / TOKEN_BYTES, np.array(encoder.count_bytes(range(encoder.vocab_size)), dtype=np.uint16))
 write_json(folder / 'meta.json', meta)  # written last: a dataset is complete if it has one
 delete(*LEFTOVERS)
 for note, count in sorted(notes.items())[:10]:

@@ -3,7 +3,7 @@ Write text with a trained model: the newest checkpoint of a run of any train scr
 
     python sample.py --out_dir=out/quickstart --prompt="def "
     python sample.py --out_dir=out/quickstart --prompt=FILE:notes.txt --num_samples=1 --temperature=0
-    python sample.py --model=models/my-llama --prompt="def "         # written by export_model.py, or from the hub
+    python sample.py --out_dir=models/my-llama --prompt="def "       # written by export_model.py, or from the hub
     python sample.py --out_dir=out/sft_chat                          # a conversation in the terminal
     python sample.py --out_dir=out/sft_chat --prompt="What is a shard?" --system="Be brief." --temperature=0
     python sample.py --out_dir=out/sft_chat --prompts=questions.jsonl --batch_size=32 > answers.jsonl
@@ -27,9 +27,8 @@ from configurator import configure, say_without_effect
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     # model
-    out_dir = 'out/quickstart'  # the run whose model is sampled [path]
+    out_dir = 'out/quickstart'  # a run, or a Hugging Face folder, or OWNER/NAME in the hub's local cache [path]
     step: int | str | None = None  # the checkpoint of this step, or 'best' (of keep_best); None = the newest [>= 0]
-    model: str | None = None  # instead of a run: a Hugging Face folder, or OWNER/NAME in the hub's local cache [path]
     data_dir: str | None = None  # data_dir with the run's dataset and its tokenizer; None = the run's own [path]
     tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
     trust_remote_code = False  # run a model's own Python files if transformers has no class for it
@@ -59,18 +58,15 @@ config, explicit = configure(Config)  # before `import torch`, so --help is quic
 
 import torch
 
-import data
 from evaluation import chat, prompts, sampling
-from huggingface import convert, files, finetune, native, rounding
-from model import GPT, generator_of
+from model import generator_of
 from runtime import checkpoint
+from runtime import opened as models
 from system import devices, errors
-from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 errors.report_errors(lambda: 'lower batch_size', prints_result=True)
 devices.make_compile_caches()  # torch imports its compiler to read a checkpoint
 config.device = devices.choose_device(config.device, local_rank=0)
-compute_dtype = devices.choose_dtype(config.dtype, config.device)
 torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would plan anew for every length, so for every token
 
 
@@ -80,9 +76,6 @@ def say(line):
 
 
 # --- PROMPTS ----------------------------------------------------------------------------------------------------------
-for key in ('out_dir', 'step', 'data_dir', 'tokenizer'):
-    if config.model is not None and key in explicit:
-        raise ValueError(f'model and {key} are both given: --model=FOLDER is no run; leave one out')
 if config.prompt and config.prompts is not None:
     raise ValueError('prompt and prompts are both given: leave one out')
 if config.prompt.startswith('FILE:'):
@@ -91,56 +84,24 @@ if config.prompt.startswith('FILE:'):
 rows = [{'prompt': config.prompt}] if config.prompts is None else prompts.read_rows(config.prompts)
 
 # --- MODEL AND TOKENIZER: without weights yet -------------------------------------------------------------------------
-path, model_config, pretrained = None, None, None  # a GPT of model.py has the second, transformers' the third
-if config.model is not None:
-    folder = files.find_folder(config.model, key='model')
-    if os.path.isdir(os.path.join(folder, 'checkpoints')):
-        raise ValueError(f'model={config.model} is a run, not a Hugging Face folder: give it as --out_dir')
-    finetune.refuse_adapter(folder)
-    files.Weights(folder, key='model')  # raises if there are no weights
-    run, model_config = {}, convert.config_of_export(folder)
-    pretrained = None if model_config else finetune.Pretrained(folder, trust_remote_code=config.trust_remote_code)
-else:
-    if not os.path.isdir(f'{config.out_dir}/checkpoints') and os.path.isfile(f'{config.out_dir}/config.json'):
-        raise ValueError(f'out_dir={config.out_dir} is a Hugging Face folder, not a run: give it as --model')
-    path = checkpoint.choose_to_read(config.out_dir, config.step, say)
-    state = checkpoint.read_state(path)
-    run = state['config']
-    if finetune.is_fine_tuned(state):
-        pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
-        folder = pretrained.folder
-    else:
-        model_config, folder = checkpoint.read_model_config(path, state), data.folder_of(run, config.data_dir)
-if path and model_config:
-    tokenizer = tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer)
-    language = prompts.OwnLanguage(tokenizer, run.get('windows'))
-else:
-    if config.tokenizer is not None:
-        raise ValueError(f'tokenizer={config.tokenizer}: a fine-tuned model has its own; leave it out')
-    finetune.transformers_offline().logging.set_verbosity_error()
-    text_tokenizer = load_transformers_tokenizer(folder, config.trust_remote_code)
-    text_config = pretrained and pretrained.config.get_text_config()
-    named_ends = getattr(text_config, 'eos_token_id', None)
-    options = {'chat_template_kwargs': config.chat_template_kwargs, 'fold_system': run.get('fold_system', False)}
-    language = prompts.TransformersLanguage(text_tokenizer, folder, named_ends, **options)
-vocab_size = pretrained.vocab_size if pretrained else model_config.vocab_size
-say_without_effect('sample.py', config, explicit, transformers=bool(pretrained or config.model))
-positions = pretrained and pretrained.positions or math.inf  # a GPT of model.py never runs out: it drops the older half
+opened = models.open_model(
+    config.out_dir, config.step, config.data_dir, config.tokenizer, config.trust_remote_code,
+    find=lambda *name: checkpoint.choose_to_read(*name, say),
+)  # fmt: skip
+language = opened.language(answers=False, chat_template_kwargs=config.chat_template_kwargs)
+is_of_transformers = bool(opened.pretrained or not opened.path)
+say_without_effect('sample.py', config, explicit, transformers=is_of_transformers, is_run=opened.path is not None)
+positions = opened.pretrained and opened.pretrained.positions or math.inf  # a GPT of model.py drops the older half
 
 # --- PROMPTS AS IDS ---------------------------------------------------------------------------------------------------
 if config.chat and not language.has_template:
-    why = f'the tokenizer in {folder} has no chat template'
-    if model_config and path:
-        why = 'the model was trained from scratch, on text alone'
-    raise ValueError(f'chat=True: {why}: leave --chat out')
+    raise ValueError(f'chat=True: {language.folder} has no chat template: leave --chat out')
 if config.chat is None:
-    config.chat = bool(
-        run.get('chats', run.get('packed')) and language.has_template
-    )  # the run has learned conversations
-if run.get('chats') and not language.has_template:
-    say(f'WARNING: the run has learned conversations, and {folder} lacks the chat template that their dataset had')
+    config.chat = opened.has_learned_chats and language.has_template
+if opened.has_learned_chats and not language.has_template:
+    say(f'WARNING: the run has learned conversations, and {language.folder} lacks the chat template of their dataset')
 if config.chat:
-    language.stop_tokens += language.end_of_answer()
+    language.stop_after_answers()
 elif config.system is not None or config.chat_template_kwargs or not all(map(prompts.is_text, rows)):
     given = 'a row with messages, a system message or tools'
     given = f'chat_template_kwargs={config.chat_template_kwargs}' if config.chat_template_kwargs else given
@@ -160,32 +121,12 @@ for number, row in enumerate(() if is_conversation else rows, start=1):
         asked.append(language.prompt_of_chat(prompts.conversation_to_answer(row, config.system, name)))
     else:
         asked.append(language.prompt_of(row['prompt']))
-    prompts.refuse_what_does_not_fit(asked[-1], name, language, positions, vocab_size)
+    prompts.refuse_what_does_not_fit(asked[-1], name, language, positions, opened.vocab_size)
 
 # --- WEIGHTS ----------------------------------------------------------------------------------------------------------
-weights = checkpoint.load_weights(path)[0] if path else None
-if run.get('native'):
-    weights = native.weights_for_transformers(weights, state)
-if pretrained:
-    compute_dtype = rounding.dtype_to_compute(config.dtype, config.device, pretrained, is_tuned=path is not None)
-    model = finetune.for_generation(pretrained, weights, compute_dtype, config.device)
-    if path and (rounded_away := rounding.line_before_casting(model, state, config.dtype, compute_dtype)):
-        say(rounded_away)
-    finetune.cast_weights(model, compute_dtype, config.device)
-    if path and (merged := finetune.line_of_base(pretrained)):
-        say(merged)
-else:
-    weights = weights or convert.weights_of_export(folder, model_config)
-    with torch.device('meta'):
-        model = GPT(model_config, compute_dtype)
-    model.to_empty(device=config.device)
-    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint has tied weights once only
-    model.load_state_dict(weights)
-    model.to(compute_dtype).eval()  # every token uses every weight, so cast once
-del weights
+model = opened.to_generate(config.dtype, config.device, say)
 parameters = sum(parameter.numel() for parameter in model.parameters())
-arch = pretrained.arch if pretrained else model_config.arch
-say(f'{path or folder}: {arch}, {parameters:,} parameters, on {config.device}')
+say(f'{opened.path or opened.folder}: {opened.arch}, {parameters:,} parameters, on {config.device}')
 
 # --- SAMPLE -----------------------------------------------------------------------------------------------------------
 how = {'temperature': config.temperature, 'top_k': config.top_k, 'top_p': config.top_p}

@@ -228,31 +228,18 @@ def compare_rates(lm, model_folder, run, path, rounds, batch_size):
     import torch
     from lm_eval.api.instance import Instance
 
-    import data
     from evaluation import scoring, tasks
-    from huggingface import finetune
-    from model import GPT, ModelConfig
-    from runtime import begin, checkpoint
-    from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
+    from runtime import begin
+    from runtime.opened import open_model
 
     task = tasks.read_task(path)
     pairs = [pair for item in task.items for pair in item.pairs]
     instances = [Instance('loglikelihood', {}, pair, 0) for pair in pairs]
     begin.join_ranks(600, torch.device('cpu'))
-    if run:
-        weights, state = checkpoint.load_weights(checkpoint.choose_to_read(run))
-        sizes = ModelConfig(**state['identity']['model'])
-        weights.setdefault('head.weight', weights['embed.weight'])
-        model, window = GPT(sizes), sizes.block_size
-        model.load_state_dict(weights)
-        encoder = tasks.NativeEncoder(tokenizer_of_run(data.folder_of(state['config']), sizes.vocab_size))
-    else:
-        pretrained = finetune.Pretrained(str(model_folder))
-        with torch.device('meta'):
-            model = finetune.for_training(pretrained)
-        model.to_empty(device='cpu')
-        finetune.load(model, pretrained)
-        window, encoder = pretrained.positions, tasks.TransformersEncoder(load_transformers_tokenizer(model_folder))
+    opened = open_model(str(run or model_folder))
+    window, encoder, model = opened.positions, opened.language(), opened.empty(torch.float32, 'cpu')
+    model.to_empty(device='cpu')
+    opened.fill(model)
     model.eval()
     rates = []
     for _ in range(rounds):

@@ -240,7 +240,7 @@ def tiny_llama(device, arguments):
     conversations and of 300 pairs by prepare_data.py, and prompts that noise sometimes answers right."""
     import transformers
 
-    from huggingface import convert
+    from text.tokenizer import byte_level_bpe
 
     folder = Path(arguments.out) / 'runs/tiny-llama'
     config = transformers.LlamaConfig(
@@ -250,7 +250,7 @@ def tiny_llama(device, arguments):
     torch.manual_seed(1)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}
-    bpe = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
+    bpe = byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token='<|im_end|>')
     tokenizer.chat_template = (
         "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"

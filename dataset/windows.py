@@ -33,6 +33,7 @@ ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold token
 PREPARED_FILES = ('meta.json', 'unfinished.json')  # prepare_data.py keeps the second until it writes the first
 # In a file's name, the split must be a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
 SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
+TOKEN_BYTES = 'token_bytes.npy'  # beside the shards: bytes of text that each token stands for
 GPT2_VOCAB_SIZE = 50257  # assumed for files without meta.json
 SYNTHETIC_VOCAB_SIZE, SYNTHETIC_TOKENS = 50304, 10**11  # GPT-2's padded to a multiple of 64; per split
 WINDOWS_AT_ONCE = 256  # counted together: of 2,048 tokens they take 8 MB
@@ -455,6 +456,19 @@ def _names_of_shards(folder, split, meta):
         )
     # Digits are compared as numbers, so that train_10 comes after train_9.
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
+
+
+def fingerprints_of(meta):
+    """What TokenDataset.fingerprint begins with, of each split that a meta.json describes with sha256."""
+    found = set()
+    for facts in meta.get('splits', {}).values():
+        shards = facts.get('shards', [])
+        keys = ('sha256', 'mask_sha256')[: 1 + bool(meta.get('masked'))]
+        digests = [shard.get(key) for shard in shards for key in keys]
+        if digests and all(digests):
+            text = f'{sum(shard["tokens"] for shard in shards)}{" ".join(digests)}'
+            found.add(hashlib.sha256(text.encode()).hexdigest()[:16])
+    return found
 
 
 def _find_shards(folder, split, meta):

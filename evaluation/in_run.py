@@ -1,7 +1,7 @@
 """
 Scores on tasks (see evaluation/tasks.py), for evaluate.py and during a training run.
 
-    tasks = tasks_of(keys, layout, pretrained, device)    # before the run begins: read and tokenize them
+    tasks = tasks_of(keys, layout, language, pretrained, device)    # before the run begins: read and tokenize them
     row.update(tasks.scores(model, step, log.say, watchdog.at))  # {'piqa/acc': 0.52, 'piqa/acc_stderr': 0.01, ...}
 """
 
@@ -10,22 +10,12 @@ import time
 
 import torch
 
-import data
 from evaluation import generating, scoring
-from evaluation.prompts import TransformersLanguage
 from evaluation.sampling import NotFinite, not_finite
-from evaluation.tasks import (
-    NativeEncoder,
-    TransformersEncoder,
-    read_task,
-    requests_of,
-    scores_of,
-    scores_of_answers,
-)
+from evaluation.tasks import read_task, requests_of, scores_of, scores_of_answers
 from huggingface import finetune
 from system import collectives
 from system.processes import unwrapped
-from text.tokenizer import load_transformers_tokenizer, tokenizer_of
 
 
 class Evaluation:
@@ -139,36 +129,12 @@ def refuse_tokens_beyond(vocab_size, tasks, requests):
                 raise ValueError(f'{given}: leave out what spells that token, or take the tokenizer of the model')
 
 
-def encoder_of(pretrained, tokenizer, chat_template_kwargs=None, run=None):
-    """The TransformersEncoder of a model of transformers. run: keys of the run that has trained it, or None. If it has
-    learned chats, it is asked in the form in which it has learned, and stops where sample.py and its export do."""
-    run, named_ends = run or {}, getattr(pretrained.config.get_text_config(), 'eos_token_id', None)
-    language = TransformersLanguage(tokenizer, pretrained.folder, named_ends, fold_system=run.get('fold_system', False))
-    if language.has_template and (run.get('chats') or run.get('prompts_chat')):
-        language.stop_tokens += language.end_of_answer()
-    return TransformersEncoder(tokenizer, language.stop_tokens, chat_template_kwargs, language.fold_system)
-
-
-def encoder_of_run(keys, pretrained):
-    """The encoder of what a train script trains. Raises ValueError if the dataset of the run has no tokenizer."""
-    if pretrained:
-        tokenizer = load_transformers_tokenizer(pretrained.folder, keys['trust_remote_code'])
-        tokenizer.chat_template = pretrained.chat_templates or tokenizer.chat_template
-        return encoder_of(pretrained, tokenizer, run=keys)
-    try:
-        return NativeEncoder(tokenizer_of(data.folder_of(keys)), keys.get('windows'))
-    except (ValueError, OSError) as error:
-        given = 'prompts' if 'prompts' in keys else 'eval_tasks'
-        raise ValueError(f'{given} needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
-
-
-def tasks_of(keys, layout, pretrained, device):
+def tasks_of(keys, layout, language, pretrained, device):
     """The Evaluation of a train script's eval_tasks, in train_grpo.py with as many examples as its prompts have. Raises
-    ValueError as Evaluation and encoder_of_run() do."""
-    encoder = encoder_of_run(keys, pretrained)
+    ValueError as Evaluation does."""
     tokens_at_once = keys['batch_size'] * keys['block_size']  # where a step has room, their cached keys and values have
     return Evaluation(
-        keys['eval_tasks'], encoder, keys['block_size'], pretrained, keys['batch_size'], device, tokens_at_once,
+        keys['eval_tasks'], language, keys['block_size'], pretrained, keys['batch_size'], device, tokens_at_once,
         ranks_per_batch=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],
         num_fewshot=keys.get('num_fewshot'),
     )  # fmt: skip

@@ -20,7 +20,6 @@ nanochat implements it.
 """
 
 import collections
-import functools
 import json
 import math
 import os
@@ -33,9 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evaluation.grading import Rule
-from system.errors import one_line
 from text.chat_rows import tools_of
-from text.conversations import ChatTemplate, fold_system_messages
 
 FORMS = {
     'choices': {'context', 'choices', 'gold'},
@@ -291,103 +288,6 @@ def with_examples(item, shown, chat):
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def begin_of_text(tokenizer, windows):
-    """The ids before a text, for a model from scratch: BOS, or where its tokenizer has none and windows=documents has
-    shown it whole documents alone, the end of the one before."""
-    return [*tokenizer.bos] or ([tokenizer.eot] if windows == 'documents' else [])
-
-
-class NativeEncoder:
-    """Encodes with a tokenizer of text.tokenizer, which puts BOS before a text if it has one. An empty context becomes
-    BOS or, without one, eot: the end of a document also starts the next one. windows: how the model has seen text; with
-    'documents' it has never seen one that did not begin behind an end."""
-
-    def __init__(self, tokenizer, windows='stream'):
-        self.tokenizer, self.bos = tokenizer, begin_of_text(tokenizer, windows)
-        self.prefix = self.bos[-1] if self.bos else tokenizer.eot
-        self.stop_tokens = [tokenizer.eot]
-
-    def encode(self, texts, special=True):
-        """[ids of each text]. special=False: without BOS."""
-        bos = self.bos if special else []
-        return [bos + array.tolist() for array in self.tokenizer.encode_batch(texts)]
-
-    def decode(self, ids):
-        return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])  # models have more
-
-    def tokens_spelled(self, texts):
-        """Special tokens that these texts spell: none, since these tokenizers never read text as special tokens."""
-        return []
-
-    def chat(self, messages, of_chat):
-        raise ValueError(
-            'a model from scratch has no chat template: leave out --apply_chat_template, --eval_tasks_chat, '
-            '--prompts_chat'
-        )
-
-
-class TransformersEncoder:
-    """Encodes with a tokenizer of transformers, with the special tokens that it adds before a text, such as BOS. An EOS
-    that some tokenizers add after a text is removed, because the text continues."""
-
-    def __init__(self, tokenizer, stop_tokens=(), chat_template_kwargs=None, fold_system=False):
-        """stop_tokens: ids that end what the model writes. chat_template_kwargs: variables for the chat template, where
-        a row has none of its own. fold_system: the model has learned system messages as part of the user's. Raises
-        ValueError for a tokenizer without BOS and EOS."""
-        self.tokenizer, self.stop_tokens, self.kwargs = tokenizer, list(stop_tokens), chat_template_kwargs or {}
-        self.fold_system = fold_system
-        starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-        self.prefix = next((token for token in starts if token is not None), None)
-        if self.prefix is None:
-            raise ValueError(f'{tokenizer.name_or_path}: the tokenizer has neither BOS nor EOS, to begin a text with')
-        self.spelled = tokenizer.decode([self.prefix])
-        self.ends_texts = tokenizer('a').input_ids[-1:] == [tokenizer.eos_token_id]
-
-    def encode_chats(self, texts):
-        """[ids of each text that chat() has written, perhaps with an answer behind it]. The template has written all
-        special tokens, as in training."""
-        return [self.template.controls.encode(text) for text in texts]
-
-    def encode(self, texts, special=True):
-        """[ids of each text]. special=False: without added tokens. A text that spells BOS gets none, either."""
-        tokens = [None] * len(texts)
-        for adds in (True, False):
-            numbers = [n for n, text in enumerate(texts) if (special and not text.startswith(self.spelled)) == adds]
-            some = self.tokenizer([texts[n] for n in numbers], add_special_tokens=adds).input_ids if numbers else []
-            for number, ids in zip(numbers, some, strict=True):
-                tokens[number] = ids[:-1] if adds and self.ends_texts else ids
-        return tokens
-
-    def decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def tokens_spelled(self, texts):
-        """Special tokens that these texts spell. decode() does not show them."""
-        added = self.tokenizer.get_added_vocab()
-        return [added[text] for text in texts if text in added]
-
-    @functools.cached_property
-    def template(self):
-        return ChatTemplate(self.tokenizer)
-
-    def chat(self, messages, of_chat):
-        """ChatTemplate.ask() of the messages. of_chat: of an Item. If the template refuses a system message, that is
-        left out, as in the harness. Raises ValueError if there is no template, or if it still refuses."""
-        if not self.tokenizer.chat_template:
-            given = f'apply_chat_template=True: the tokenizer in {self.tokenizer.name_or_path} has no chat template'
-            raise ValueError(f'{given}: leave it out')
-        options = self.kwargs | of_chat.get('chat_template_kwargs', {}) | {'tools': of_chat.get('tools')}
-        messages = fold_system_messages(messages) if self.fold_system else messages
-        try:
-            return self.template.ask(messages, options)
-        except Exception as error:  # a template may raise anything
-            if messages[0]['role'] == 'system':
-                return self.chat(messages[1:], of_chat)
-            raise ValueError(
-                f'the chat template of {self.tokenizer.name_or_path} refuses: {one_line(error)}'
-            ) from error
-
-
 def requests_of(task, encoder, window):
     """[[Request, ...] of each item] by the rules of the task's protocol, for a model that sees `window` tokens; of
     prompts, see prompts_of(). Raises ValueError for a continuation that is longer than the window."""
@@ -395,8 +295,7 @@ def requests_of(task, encoder, window):
         return requests_of_core(task, encoder, window)
     if task.form == 'text':
         # The harness puts BOS even before documents that begin with BOS. Runs from scratch here have not learned that.
-        special = isinstance(encoder, TransformersEncoder)
-        documents = encoder.encode([item.pairs[0][1] for item in task.items], special)
+        documents = encoder.encode([item.pairs[0][1] for item in task.items], encoder.begins_texts)
         return [rolling(document, encoder.prefix, window) for document in documents]
     if task.form == 'prompt':
         return prompts_of(task, encoder, window)

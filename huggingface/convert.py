@@ -11,7 +11,6 @@ GPT-2), stores the matrices of GPT-2's blocks as (in, out), and does not pad the
 each expert, but in memory it has one tensor (E, 2M, C) for gate and up, and one (E, C, M) for down.
 """
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,36 +255,3 @@ def tokenizer_with_older_names(settings):
     if isinstance(settings.get('extra_special_tokens'), list):
         settings['additional_special_tokens'] = settings.pop('extra_special_tokens')
     return settings
-
-
-def byte_level_bpe(ranks, specials, pattern=None):
-    """A tokenizers.Tokenizer that computes the same as a tiktoken Encoding with these parts.
-
-    ranks: {bytes of a token: id}; lower ids are merged first. specials: {text: id}. pattern: the regular expression
-    that splits a text into words; None = do not split.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    letters = bytes_to_unicode()
-    spelled = {token: ''.join(letters[byte] for byte in token) for token in ranks}
-    # tiktoken merges the neighbours whose union has the lowest id. In `tokenizers` that is a list of merges with every
-    # way to split each token in two, in the order of the tokens' ids.
-    merges = [
-        (spelled[token[:cut]], spelled[token[cut:]])
-        for token in sorted(ranks, key=ranks.get)
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    vocabulary = {spelled[token]: number for token, number in ranks.items()} | specials
-    bpe = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    if pattern:
-        # `{1,3}+` is possessive in tiktoken, which matters little, but in this library it is one or more repetitions.
-        pattern = re.sub(r'(\{\d*,\d*\})\+', r'\1', pattern)
-        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated'))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in specials])
-    return bpe

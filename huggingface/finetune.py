@@ -61,10 +61,10 @@ from model import (
 )
 from system import collectives, processes
 from system.errors import is_lost_peer, is_out_of_memory, one_line
-from system.files import bare_name, merge_command, read_json, refuse_lfs_pointer, refuse_link_out
+from system.files import merge_command, read_json, refuse_lfs_pointer, refuse_link_out
+from text.templates import MORE_TEMPLATES, write_templates
+from text.tokenizer import KEPT
 
-KEPT = 'model'  # folder in out_dir with the files of init_from that a run needs, except the weights
-MORE_TEMPLATES = 'additional_chat_templates'  # the folder in a model's folder that has those with names
 LARGEST_KEPT = 2**26  # bytes of a file that is kept; a large vocabulary's tokenizer.json has 20 MB
 # What some classes do to their logits after the head's matmul; with any of these, the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
@@ -96,12 +96,6 @@ def transformers_offline():
     import transformers
 
     return transformers
-
-
-def is_fine_tuned(state):
-    """Whether the checkpoint with this state is of a run that fine-tunes a model of a Hugging Face folder, computed by
-    transformers' class or, with native=True, by model.py."""
-    return 'transformers' in state['identity']['model'] or state['config'].get('native', False)
 
 
 # --- what is fine-tuned -----------------------------------------------------------------------------------------------
@@ -273,14 +267,16 @@ class Pretrained:
         return any(weights.differ(model, names) for names in tensors_to_load(model).values())
 
     @classmethod
-    def from_keys(cls, config, explicit):
+    def from_keys(cls, config, explicit, start=None):
         """From a script's config. Also raises ValueError for keys that only a model from scratch has, for a folder that
-        does not exist, and for one without weights, unless an earlier start of this run has read them."""
+        does not exist, and for one without weights, unless an earlier start of this run has read them. start: the
+        Pretrained of an earlier run, if init_from names that."""
         init_from, kept = config['init_from'], os.path.join(config['out_dir'], KEPT)
+        is_kept = os.path.exists(os.path.join(kept, 'config.json'))
         try:
-            source = find_folder(init_from)
+            source = start.folder if start else find_folder(init_from)
         except ValueError:
-            if not os.path.isdir(kept):
+            if not is_kept:
                 raise
             source = None  # the run resumes from its checkpoints, with the files that it has kept of the folder
         set_here = [key for key in NATIVE_MODEL_KEYS if key in explicit]
@@ -290,13 +286,13 @@ class Pretrained:
             raise ValueError(f'{given}: init_from={config["init_from"]} has its own; leave out {keys}')
         if source:
             refuse_adapter(source)  # first, since an adapter has no weights of a model
-        if source and not os.path.isdir(kept) and not config['dry_run']:
+        if source and not (start or is_kept or config['dry_run']):
             Weights(source)  # raises if there are none
         keys = 'block_size freeze frozen_dtype dropout z_loss rope_theta yarn trust_remote_code'
         options = {key: config[key] for key in [*keys.split(), *LORA_KEYS]}
         # Most people who fine-tune a mixture add no balancing loss, so its default is for training from scratch.
         options |= {key: config[key] for key in ('router_aux', 'router_z') if key in explicit}
-        return cls(source or kept, weights_folder=source or init_from, **options)
+        return cls(source or kept, weights_folder=start.weights_folder if start else source or init_from, **options)
 
     @classmethod
     def from_run(cls, out_dir, state, trust_remote_code=False):
@@ -342,7 +338,7 @@ class Pretrained:
         os.makedirs(f'{kept}.tmp')
         copy_files(self.folder, f'{kept}.tmp')
         if self.chat_templates:
-            keep_templates(f'{kept}.tmp', self.chat_templates)
+            write_templates(f'{kept}.tmp', self.chat_templates)
         if self.unties or self.added_rows:  # config.json must say what is trained, since no weights are kept
             path = os.path.join(f'{kept}.tmp', 'config.json')
             content = read_json(path, dict, 'copy it again')
@@ -429,26 +425,6 @@ def copy_files(folder, to, leave_out=()):
             refuse_link_out(path, folder)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             shutil.copyfile(path, target)
-
-
-def keep_templates(folder, templates):
-    """Put chat templates, {name: text}, into a Hugging Face folder, in place of its own."""
-    for name in templates:
-        bare_name(name, 'the name of a chat template')
-    more = os.path.join(folder, MORE_TEMPLATES)
-    shutil.rmtree(more, ignore_errors=True)
-    settings = os.path.join(folder, 'tokenizer_config.json')
-    if os.path.exists(settings):
-        content = read_json(settings, dict, 'copy it again')
-        content.pop('chat_template', None)
-        with open(settings, 'w', encoding='utf-8') as file:
-            json.dump(content, file, indent=2, ensure_ascii=False)
-    for name, text in templates.items():
-        if name != 'default':
-            os.makedirs(more, exist_ok=True)
-        path = f'{folder}/chat_template.jinja' if name == 'default' else f'{more}/{name}.jinja'
-        with open(path, 'w', encoding='utf-8') as file:
-            file.write(text)
 
 
 def refuse_adapter(folder):

@@ -33,7 +33,9 @@ from runtime import checkpoint, health, meter
 from runtime.fill import fill_in
 from runtime.first_weights import open_init_from
 from runtime.identity import check_resume, identity_of
+from runtime.kept import keep_language
 from system import collectives, devices, errors, processes, stopping
+from text.tokenizer import has_tokenizer
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Run:
     compute_dtype: torch.dtype
     notes: list = field(default_factory=list)  # lines for the log: which values were filled in, and warnings
     pretrained: object = None  # finetune.Pretrained if init_from is a Hugging Face folder, with native=True as well
-    start_from: str | None = None  # the checkpoint that gives the first weights, if init_from is a run of this project
+    start: object = None  # opened.Opened, which gives the first weights, if init_from is a run of this project
     train_data: object = None  # data.Mixture
     val_data: object = None  # the same of its validation text; None if eval_sequences is 0
     model_config: ModelConfig | None = None  # None if a class of transformers computes the model
@@ -75,6 +77,17 @@ class Run:
     def splits(self):
         """{'train': train_data, 'val': val_data}, or without the second."""
         return {'train': self.train_data} | ({'val': self.val_data} if self.val_data else {})
+
+    @property
+    def language_folder(self):
+        """Where the tokenizer of a run from scratch is: with its data, else with what it begins with."""
+        return next(filter(has_tokenizer, self.language_folders), None)
+
+    @property
+    def language_folders(self):
+        """The folders in which the language of a run from scratch may be, the first one before others."""
+        sources = [] if 'prompts' in vars(self.config) or not self.train_data else self.train_data.sources
+        return [source.name for source in sources] + ([self.start.folder] if self.start else [])
 
     @property
     def shape(self):
@@ -118,8 +131,8 @@ class Run:
         make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
         if self.traces_memory:
             meter.record_allocations()
-        self.found = find_checkpoint(config, self.pretrained)
-        self.base = find_base(config, self.pretrained, self.found)
+        self.found = find_checkpoint(config, self.pretrained, self.language_folders)
+        self.base = find_base(config, self.pretrained, self.found, self.start)
         self.identity = identity_of(vars(config), self.shape, self.train_data)
         return self.found
 
@@ -176,8 +189,9 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
     fill_in(run, ranks or run.world_size)
     if vars(config).get('eval_tasks'):  # read now, so that a mistake in their files shows here
         from evaluation import in_run
+        from runtime.opened import language_of_run
 
-        run.tasks = in_run.tasks_of(vars(config), run.layout, run.pretrained, run.device)
+        run.tasks = in_run.tasks_of(vars(config), run.layout, language_of_run(run), run.pretrained, run.device)
     return run
 
 
@@ -215,12 +229,13 @@ def open_data(run):
     if config.eval_sequences and config.eval_iters != 0:
         run.val_data = data.open_validation(vars(config), run.train_data)
     sources = [source for split in run.splits.values() for source in split.sources]
+    folders = [source.name for source in sources]
     if run.pretrained:
         from text.conversations import templates_of_data
 
-        folders = [source.name for source in sources]
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
+    if run.pretrained or run.start:
         config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
     train, val = run.train_data, run.val_data
     line = f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens'
@@ -282,7 +297,7 @@ def join_ranks(timeout_s, device):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def find_checkpoint(config, pretrained=None):
+def find_checkpoint(config, pretrained=None, language_folders=()):
     """
     The newest intact checkpoint of out_dir, or None; the same on every rank. Locks out_dir for this job.
 
@@ -297,10 +312,12 @@ def find_checkpoint(config, pretrained=None):
     found = checkpoint.with_all_ranks(checkpoint.choose, config.out_dir, config.resume)
     if pretrained and found is None:
         collectives.on_rank_0(pretrained.keep_files, config.out_dir)
+    elif found is None:
+        collectives.on_rank_0(keep_language, config.out_dir, language_folders)
     return found
 
 
-def find_base(config, pretrained, found):
+def find_base(config, pretrained, found, start=None):
     """
     Which weights this run's checkpoints leave out, because LoRA does not train them and init_from has them; see
     Pretrained.base(). None means that checkpoints hold all weights, as in runs that an earlier version began.
@@ -310,7 +327,8 @@ def find_base(config, pretrained, found):
     saved = checkpoint.read_state(found).get('base') if found else None
     if not config.lora_rank or (found and saved is None):
         return None
-    return collectives.on_rank_0(pretrained.base, config.init_from, saved, found, patience_s=collectives.PATIENCE_S)
+    name = start.state['base']['init_from'] if start else config.init_from  # of the folder with what is not trained
+    return collectives.on_rank_0(pretrained.base, name, saved, found, patience_s=collectives.PATIENCE_S)
 
 
 def make_model(run):
@@ -322,7 +340,7 @@ def make_model(run):
     config = run.config
     with torch.device('meta'):
         model = GPT(run.model_config, run.compute_dtype) if run.model_config else transformers_model(run)
-    if config.native and run.found is None:
+    if config.native and run.found is None and not run.start:
         from huggingface import native
 
         run.share.first_value = native.Weights(run.pretrained, run.model_config).initial_value

@@ -21,6 +21,7 @@ from layout import Layout, choose_sizes
 from model import ModelConfig
 from planning import checks, rules
 from runtime import best, checkpoint
+from runtime.kept import templates_in
 from system import devices, processes, stopping
 
 
@@ -118,11 +119,12 @@ def fill_data(run):
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed = train_data.has_starts
-    config.chats = bool(pretrained and (train_data.is_chat or getattr(config, 'prompts_chat', False)))
+    has_template = pretrained or (train_data.is_chat and any(map(templates_in, run.language_folders)))
+    config.chats = bool((train_data.is_chat and has_template) or getattr(config, 'prompts_chat', False))
     if train_data.is_pairs:
         config.windows = 'documents'  # each is one, and begins behind the end of another
     one = 'pair' if train_data.is_pairs else 'conversation'
-    if train_data.is_chat and not (pretrained or (train_data.is_pairs and run.start_from)):
+    if train_data.is_chat and not (pretrained or run.start):
         raise ValueError(
             f'dataset={config.dataset} holds {one}s, for a model that knows language: give its --init_from'
         )

@@ -6,6 +6,7 @@ With which weights a run begins: from scratch, those of an earlier run of this p
 """
 
 import os
+import shlex
 from pathlib import Path
 
 import torch
@@ -14,23 +15,27 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import data
 from dataset.mixture import names_in, parse_stages
 from dataset.shards import read_meta
-from runtime import checkpoint
 from system import processes
-from text.tokenizer import as_argument, check_same_tokenizer, load_tokenizer, same_tokenizer
+from text.tokenizer import KEPT
 
 
 def open_init_from(run):
-    """Find what init_from names: run.start_from, the checkpoint of an earlier run, or run.pretrained, a Hugging Face
-    folder, or neither of them. It gives the model's keys their values. No weights are read yet."""
+    """Find what init_from names: run.start, the Opened of an earlier run or of an export that model.py computes, or
+    else run.pretrained, a Hugging Face folder, or neither. It gives the model's keys their values. No weights are read
+    yet. A run that has fine-tuned a folder gives both: run.pretrained has its shape, run.start its weights."""
     config = run.config
     if config.init_from == 'resume':  # nanoGPT's
         raise ValueError('init_from=resume: leave it out, since a run goes on from the checkpoints in its out_dir')
-    run.start_from = run_to_start_from(config, run.explicit)
-    if config.native and (config.init_from == 'scratch' or run.start_from):
+    if config.init_from != 'scratch' and (name := run_or_export(config)):
+        from runtime.opened import open_model
+
+        run.start = open_model(name, trust_remote_code=config.trust_remote_code, key='init_from')
+        take_from(run.start, config, run.explicit)
+    if config.native and (config.init_from == 'scratch' or (run.start and run.start.model_config)):
         given = f'native=True with init_from={config.init_from}'
         raise ValueError(f'{given}, which is no Hugging Face folder: leave native out, model.py computes it')
     check_frozen_dtype(run)
-    if config.init_from != 'scratch' and not run.start_from:
+    if config.init_from != 'scratch' and not (run.start and run.start.model_config):
         run.pretrained = open_folder(run)
     if config.native and (config.lora_rank or config.freeze):
         key = 'lora_rank' if config.lora_rank else 'freeze'
@@ -42,7 +47,7 @@ def open_init_from(run):
         key = 'lora_rank' if config.lora_rank else 'freeze'
         folder = (
             f'export it with `python export_model.py --out_dir={config.init_from}`, and give the exported folder'
-            if run.start_from
+            if run.start
             else 'give the folder of one as --init_from'
         )
         raise ValueError(
@@ -51,10 +56,62 @@ def open_init_from(run):
         )
 
 
+def run_or_export(config):
+    """init_from, if that is a run or an export that model.py computes; out_dir, if init_from was one and is gone, since
+    a run that goes on needs nothing of it; else None."""
+    name = config.init_from
+    if os.path.isdir(os.path.join(name, 'checkpoints')):
+        return name
+    if os.path.exists(os.path.join(name, 'config.json')):
+        from huggingface import convert
+
+        return name if convert.config_of_export(name) else None
+    is_gone = not os.path.isdir(name) and os.path.isdir(os.path.join(config.out_dir, 'checkpoints'))
+    return config.out_dir if is_gone and not os.path.exists(os.path.join(config.out_dir, KEPT, 'config.json')) else None
+
+
+def take_from(start, config, explicit):
+    """Give config the model's keys of what a run begins with, except those set explicitly. Raises ValueError where what
+    is asked for cannot be read out of its checkpoint, or if its tokens are others."""
+    from text.tokenizer import as_argument, same_tokenizer
+
+    name, before = config.init_from, start.keys
+    if 'prompts' in vars(config) and start.model_config and before:
+        config.windows = before['windows'] if 'windows' not in explicit else config.windows
+    elif start.model_config and not same_tokenizer(start.folder, data.folder_of(vars(config))):
+        is_dataset = start.path and not os.path.isdir(os.path.join(name, KEPT))  # of a run that has kept no tokenizer
+        raise ValueError(
+            f'init_from={name} knows the tokens of {start.folder}, dataset={config.dataset} has those of another '
+            'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... '
+            f'--tokenizer={as_argument(start.folder) if is_dataset else shlex.quote(name)}`'
+        )
+    if start.model_config:
+        shape = start.model_config.to_dict()  # which has the keys of a model, whatever the checkpoint says
+        if before:
+            shape = {key: value for key, value in shape.items() if key in start.state['identity']['model']}
+        if 'yarn' in explicit and len(config.yarn) == 1:  # relative to the original context, even if extended before
+            config.yarn = [*config.yarn, shape['yarn'][1] if shape.get('yarn') else shape['block_size']]
+        vars(config).update({key: value for key, value in shape.items() if key not in explicit})
+        return
+    # Its checkpoint has the names of what has computed it, and of LoRA nothing but LoRA.
+    held = {'native': start.is_native}
+    held |= {key: before[key] for key in ('lora_rank', 'lora_alpha', 'lora_targets', 'lora_rslora', 'modules_to_save')}
+    for key, value in held.items():
+        if key in explicit and getattr(config, key) != value:
+            raise ValueError(
+                f'{key}={getattr(config, key)!r} with init_from={name}, which has {key}={value!r}: leave {key} out, or '
+                f'begin with what `python export_model.py --out_dir={name}` writes, which has no such key'
+            )
+        setattr(config, key, value)
+    if 'block_size' not in explicit:
+        config.block_size = before['block_size']
+
+
 def open_folder(run):
     """The finetune.Pretrained of the Hugging Face folder that init_from names."""
     from huggingface import finetune, native  # here, since a run from scratch needs none of it
     from text.encoding import compare_with_transformers
+    from text.tokenizer import check_same_tokenizer
 
     config = run.config
     if run.strategy == 'pipeline' and not config.native:  # said before anything has to be downloaded
@@ -62,9 +119,9 @@ def open_folder(run):
             f"init_from={config.init_from}: transformers' class is not cut into stages: use train_fsdp.py, "
             f'or --native=True for what model.py computes ({", ".join(native.SAME_AS)})'
         )
-    if config.native:
+    if config.native and not run.start:
         native.refuse_other_families(config.init_from)
-    pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
+    pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit, run.start and run.start.pretrained)
     if run.strategy == 'deepspeed':  # its checkpoints hold nothing but weights and moments, so no load
         pretrained.router_aux = pretrained.router_z = 0.0
     if config.native:
@@ -80,44 +137,6 @@ def open_folder(run):
         not_compared = compare_with_transformers(pretrained.folder, config.trust_remote_code)
         run.notes += [f'tokenizer: {not_compared}'] if not_compared else []
     return pretrained
-
-
-def run_to_start_from(config, explicit):
-    """
-    If init_from is the out_dir of an earlier run, the path of its newest checkpoint, whose weights the new run begins
-    with; otherwise None. Also copies the model's keys from that run into config, except those set explicitly.
-
-    Raises ValueError if that run has fine-tuned a Hugging Face model, since it must be exported first, or if it used
-    another tokenizer.
-    """
-    if not os.path.isdir(os.path.join(config.init_from, 'checkpoints')):
-        return None
-    from huggingface import finetune
-
-    path = checkpoint.choose_to_read(config.init_from)
-    state = checkpoint.read_state(path)
-    before = state['config']
-    if finetune.is_fine_tuned(state):
-        raise ValueError(
-            f'init_from={config.init_from} has fine-tuned a model of a Hugging Face folder: export that with '
-            f'`python export_model.py --out_dir={config.init_from}`, and give the exported folder'
-        )
-    shape = checkpoint.read_model_config(path, state).to_dict()  # which has the keys of a model, whatever the file says
-    shape = {key: value for key, value in shape.items() if key in state['identity']['model']}
-    folder = data.folder_of(before)
-    if 'prompts' in vars(config):  # the tokenizer is that of the earlier run's data
-        of_data = ('data_dir', 'dataset', 'dataset_stages', 'windows')
-        vars(config).update({key: before[key] for key in of_data if key not in explicit})
-    if not same_tokenizer(folder, data.folder_of(vars(config))):
-        raise ValueError(
-            f'init_from={config.init_from} knows the tokens of {folder}, dataset={config.dataset} has those of another '
-            'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... '
-            f'--tokenizer={as_argument(folder)}`'
-        )
-    if 'yarn' in explicit and len(config.yarn) == 1:  # relative to the original context, even if extended before
-        config.yarn = [*config.yarn, shape['yarn'][1] if shape.get('yarn') else shape['block_size']]
-    vars(config).update({key: value for key, value in shape.items() if key not in explicit})
-    return path
 
 
 def add_tokens(keys, pretrained):
@@ -139,6 +158,8 @@ def add_tokens(keys, pretrained):
         why = f'whose row in {folder} is that of the token beside it, so it was never trained'
         return [f'WARNING: {given}, {why}, and {pretrained.how_to_train(frozen)}'] if frozen else []
     given += f', the embedding of {folder} {rows:,} rows'
+    from text.tokenizer import load_tokenizer
+
     n_tokens = max(load_tokenizer(folder).vocab_size, token + 1)
     try:
         pretrained.add_tokens(n_tokens)
@@ -157,7 +178,7 @@ def check_frozen_dtype(run):
             raise ValueError(f'{given}: DeepSpeed keeps all weights in one dtype: use train_fsdp.py')
     if not asked:
         return
-    if config.init_from == 'scratch' or run.start_from:
+    if config.init_from == 'scratch' or (run.start and run.start.model_config):
         raise ValueError(f'{given} with init_from={config.init_from}: nothing is frozen there, leave frozen_dtype out')
     if config.native:
         only = "only transformers' classes have LoRA and frozen parts"
@@ -184,8 +205,8 @@ def initialise(model, run, device=None):
         module._buffers.update({name: buffer.to(run.device) for name, buffer in buffers.items()})
     if run.found and run.base is None:  # resume() will load all weights
         return
-    if run.start_from:
-        checkpoint.load(run.start_from, model, share=run.share)
+    if run.start:
+        run.start.fill(model, run.share, run.config.seed)
         return
     if run.pretrained and not run.config.native:
         from huggingface import finetune

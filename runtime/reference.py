@@ -96,7 +96,7 @@ def set_reference(model, run, saved, beat, say):
         arrays, digest = collectives.on_rank_0(read, path, saved)
         first_weights = lora.turned_off(model)  # not those of modules_to_save
         if lacking := [key for key in keys if key not in arrays]:
-            refuse_other_pairs(config, path, lacking[0].split()[0])
+            refuse_other_pairs(config, path, lacking[0].split()[0], bool(run.start and run.start.path))
     if not {*keys} <= {*arrays}:
         pairs = {
             split: sum(int(source.n_targets.sum()) for source in mixture.sources) for split, mixture in mixtures.items()
@@ -113,10 +113,11 @@ def set_reference(model, run, saved, beat, say):
     return digest
 
 
-def refuse_other_pairs(config, path, split):
+def refuse_other_pairs(config, path, split, begins_with_lora):
     """Raise ValueError if a run that goes on cannot know what the weights it began with think of other pairs. With LoRA
-    these are there still; but a run that trains on goes on with the pairs it has."""
-    if config.eval_only and config.lora_rank and not config.modules_to_save:
+    these are there still, unless it began with a LoRA that it trains on; but a run that trains on goes on with the
+    pairs it has."""
+    if config.eval_only and config.lora_rank and not config.modules_to_save and not begins_with_lora:
         return
     given = f'{path} has no reference of this {split} data'
     if config.eval_only:

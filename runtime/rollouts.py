@@ -29,6 +29,7 @@ from evaluation.tasks import prompts_of, read_task
 from layout import counted
 from model import generator_of
 from runtime.log import cut_rows
+from runtime.opened import language_of_run
 from system import collectives
 from system.files import no_link
 from text.control_tokens import plain
@@ -134,8 +135,7 @@ def open_prompts(run):
             f'are prompts_per_step x num_generations / ranks: use --batch_size={nearest}'
         )
     config.global_batch_size, config.eval_sequences, config.eval_iters = answers, 0, None
-    encoder = in_run.encoder_of_run(vars(config), run.pretrained)
-    run.train_data = Prompts(config, encoder, run.pretrained)
+    run.train_data = Prompts(config, language_of_run(run), run.pretrained)
 
 
 # --- ANSWERS ----------------------------------------------------------------------------------------------------------

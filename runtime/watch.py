@@ -80,7 +80,7 @@ class Watch:
         if run.config.native:
             from huggingface import native  # here, since a run from scratch needs none of it
 
-            if run.found is None:
+            if run.found is None and not run.start:
                 with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                     test = native.self_test, run.pretrained, run.model_config
                     self.say(collectives.on_rank_0(*test, patience_s=collectives.PATIENCE_S))
@@ -88,7 +88,7 @@ class Watch:
             import float8
             from huggingface import finetune
 
-            as_loaded = run.found is None if as_loaded is None else as_loaded
+            as_loaded = run.found is None and not run.start if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                 is_packed = any(split.has_starts for split in run.splits.values())
                 with float8.paused(raw_model) if run.config.matmul_dtype else contextlib.nullcontext():

@@ -6,7 +6,7 @@ import torch
 from chats import CHATML, messages_of, write_rows
 from launch import fork_script, refusals
 
-from huggingface import convert
+from text.tokenizer import byte_level_bpe
 
 VOCABULARY, POSITIONS = 259, 64  # 256 bytes, end-of-text and two that end turns; odd, so that shards are uneven
 SIZES = {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
@@ -102,7 +102,7 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
     torch.manual_seed(len(kind))
     transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}
-    bpe = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
+    bpe = byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token='<|im_end|>')
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)

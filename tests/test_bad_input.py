@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from launch import TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_scrip
 
 from dataset import shards
 from dataset.shuffle import permuted
-from runtime import first_weights
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=tiny']
 
@@ -104,11 +102,9 @@ def test_lora_and_frozen_parts_without_a_model_of_transformers_are_refused(train
     line = error_line(train(data_dir, tmp_path / 'out', key))
     assert key.strip('-').split('=')[0] in line and 'init_from=scratch' in line and '--init_from' in line
     assert not (tmp_path / 'out').exists()
-    config = SimpleNamespace(init_from='out/mine', native=False, lora_rank=8, freeze=None, frozen_dtype=None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_weights, 'run_to_start_from', lambda config, explicit: 'a checkpoint')
-        with pytest.raises(ValueError, match='lora_rank=8 .* `python export_model.py --out_dir=out/mine`'):
-            first_weights.open_init_from(SimpleNamespace(config=config, explicit={}, pretrained=None, strategy='ddp'))
+    run_forked('train_ddp.py', *RUN, f'--data_dir={data_dir}', f'--out_dir={tmp_path / "mine"}', log=tmp_path / 'log')
+    line = error_line(train(data_dir, tmp_path / 'out', key, f'--init_from={tmp_path / "mine"}'))
+    assert f'`python export_model.py --out_dir={tmp_path / "mine"}`' in line
 
 
 def test_half_set_launcher_variables(data_dir, tmp_path):

@@ -208,8 +208,8 @@ def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explai
 
 PATHS = {  # keys that name files or folders, by script; all train scripts have one row
     'train': {'out_dir', 'data_dir', 'init_from', 'eval_tasks', 'exchange', 'deepspeed_config', 'prompts'},
-    'prepare_data': {'dataset', 'data_dir', 'tokenizer', 'verify'},
-    'sample': {'out_dir', 'model', 'data_dir', 'tokenizer', 'prompts'},
+    'prepare_data': {'dataset', 'data_dir', 'tokenizer', 'chat_template', 'verify'},
+    'sample': {'out_dir', 'data_dir', 'tokenizer', 'prompts'},
     'evaluate': {'out_dir', 'data_dir', 'tokenizer', 'tasks', 'results', 'samples'},
     'export_model': {'out_dir', 'data_dir', 'to'},
     'download_model': {'model', 'to'},
@@ -499,15 +499,15 @@ READ = {
             {'strategy': 'ddp'},
         ),
         'epsilon=0.1 epsilon_high=0.1': ({'num_iterations': 2}, {}),
-        'dataset=x data_dir=x': ({}, {'transformers': True}),
-        'dataset_stages=((1,),) val_dataset=x windows=documents eval_interval=9 eval_sequences=9 eval_iters=9 '
-        'global_batch_size=9 loss_spike_guard=True': ({'prompts': []}, {'prompts': ['a.jsonl']}),
+        'dataset=x data_dir=x dataset_stages=((1,),) val_dataset=x windows=documents eval_interval=9 '
+        'eval_sequences=9 eval_iters=9 global_batch_size=9 loss_spike_guard=True': ({'prompts': []}, {'prompts': ['a.jsonl']}),
     },
     DILOCO: {
         'error_feedback=True': ({'exchange_dtype': 'int8'}, {}),
     },
     'sample.py': {
         'top_k=3 top_p=0.5 seed=2': ({}, {'temperature': 0.0}),
+        'step=4': ({'is_run': True}, {}),
         'data_dir=x': ({}, {'transformers': True}),
         'trust_remote_code=True': ({'transformers': True}, {}),
     },

@@ -20,12 +20,13 @@ from precision import MARGIN, apart, error, gap_of_choice, likeliest
 from pretrained import POSITIONS, save_model
 from short import slow_but
 
-from evaluation import grading, in_run, scoring, tasks
+from evaluation import grading, scoring, tasks
 from huggingface import finetune
 from model import GPT, ModelConfig
+from runtime.opened import Opened
 from system import limits
 from text.control_tokens import plain
-from text.tokenizer import load_transformers_tokenizer
+from text.language import TransformersLanguage
 
 EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
 WORDS = 'the cat sat on a mat, and ran to see that Größe of it was 17 -- or so'.split()
@@ -506,7 +507,7 @@ def test_a_pattern_that_backtracks_for_ever_ends_as_a_wrong_answer_and_is_named(
 def test_examples_and_descriptions_become_messages_where_a_chat_template_is_applied(models, tmp_path):
     """As lm_eval's --apply_chat_template with fewshot_as_multiturn, its default."""
     loop = PlainLoop(models['llama'][1])
-    encoder = tasks.TransformersEncoder(loop.tokenizer)
+    encoder = TransformersLanguage(loop.tokenizer, models['llama'][1])
     row = {'context': 'Who?\nAnswer:', 'choices': ['he', 'she'], 'gold': 1, 'description': 'Answer. '}
     path = write_rows(tmp_path / 'who.jsonl', [row])
     write_rows(tmp_path / 'who.fewshot.jsonl', [{**row, 'context': 'Is it?\nAnswer:', 'choices': ['no', 'yes']}])
@@ -529,7 +530,7 @@ def test_examples_and_descriptions_become_messages_where_a_chat_template_is_appl
     loop.tokenizer.chat_template = '{{ tools | map(attribute="function.name") | join }} {{ a }}{{ b }}:'
     asked = {'context': 'x', 'choices': ['he', 'she'], 'gold': 1}
     rows = [{**asked, 'tools': [{'name': 'f'}], 'chat_template_kwargs': {'a': 1}}, {**asked, 'tools': [{'name': 'g'}]}]
-    given = tasks.TransformersEncoder(loop.tokenizer, chat_template_kwargs={'a': 2, 'b': 3})
+    given = TransformersLanguage(loop.tokenizer, models['llama'][1], chat_template_kwargs={'a': 2, 'b': 3})
     tools_path = write_rows(tmp_path / 'tools.jsonl', rows)
     assert [item.pairs[0][0] for item in tasks.read_task(tools_path, chat=given.chat).items] == ['f 13:', 'g 23:']
     with pytest.raises(ValueError, match='row 1: tools and chat_template_kwargs are for a chat template: --apply'):
@@ -827,7 +828,7 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
             [f'--tasks={prompts}', '--block_size=15'],
             r'prompts.jsonl, row \d+: the prompt has \d+ tokens and its answer up to \d, more than the 15 that',
         ),
-        ([f'--tasks={files[0]}', '--apply_chat_template'], 'a model from scratch has no chat template: leave out'),
+        ([f'--tasks={files[0]}', '--apply_chat_template'], 'run/model has no chat template: leave out'),
         ([f'--tasks={tmp_path}'], 'a dataset: `python prepare_data.py --tasks=NAME=.*` makes a file of tasks of it'),
         (
             [f'--tasks=boolq={tmp_path}'],
@@ -876,10 +877,11 @@ def test_what_has_learned_chats_is_asked_and_stops_as_it_has_learned(tmp_path):
         path = folder / f'{name}.json'
         path.write_text(json.dumps({**json.loads(path.read_text()), key: end}))
     (folder / 'generation_config.json').unlink(missing_ok=True)
-    pretrained, tokenizer = finetune.Pretrained(str(folder)), load_transformers_tokenizer(str(folder))
-    before = in_run.encoder_of(pretrained, tokenizer)
-    after = in_run.encoder_of(pretrained, tokenizer, run={'chats': True, 'fold_system': True})
-    rewarded = in_run.encoder_of(pretrained, tokenizer, run={'prompts_chat': True})
+    pretrained = finetune.Pretrained(str(folder))
+    of_runs = ({}, {'chats': True, 'fold_system': True}, {'prompts_chat': True})
+    before, after, rewarded = (
+        Opened('out', str(folder), state={'config': keys}, pretrained=pretrained).language() for keys in of_runs
+    )
     assert before.stop_tokens == [256] and after.stop_tokens == rewarded.stop_tokens == [256, 258]
     messages = [{'role': role, 'content': role} for role in ('system', 'user')]
     assert after.chat(messages, {}) == before.chat([{'role': 'user', 'content': 'system\n\nuser'}], {})

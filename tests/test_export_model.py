@@ -27,10 +27,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from evaluation import sampling
-from huggingface import convert
 from model import GPT, ModelConfig
 from runtime import checkpoint
-from text.tokenizer import END_OF_TEXT, GPT2_PATTERN, tokenizer_of
+from text.tokenizer import END_OF_TEXT, GPT2_PATTERN, byte_level_bpe, tokenizer_of
 
 COMPLETEP = ['--parametrization=completep', '--base_width=8', '--base_depth=2']  # n_embd=40, n_layer=3
 NEAR = ['--window_pattern=SL', '--window_size=5', '--logit_softcap=0.5']
@@ -264,7 +263,7 @@ def test_byte_level_bpe_does_what_tiktoken_does():
     specials = {END_OF_TEXT: 300, '<|fim|>': 310}
     for pattern in (GPT2_PATTERN, r'[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s+(?!\S)|\s'):
         encoding = tiktoken.Encoding('test', pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
-        theirs = convert.byte_level_bpe(ranks, specials, pattern)
+        theirs = byte_level_bpe(ranks, specials, pattern)
         for text in [*TEXTS, 'in the 1212 tins, then', 'xyz xyz']:
             assert theirs.encode(text).ids == encoding.encode_ordinary(text)
             assert theirs.decode(theirs.encode(text).ids) == text
@@ -286,7 +285,7 @@ def test_what_stood_before_documents_in_training_stands_before_a_text(export, da
     meta['tokenizer'] |= {'name': 'x', 'eot_text': END_OF_TEXT, 'bos_text': [END_OF_TEXT]}  # as GPT-NeoX's could
     (dataset / 'meta.json').write_text(json.dumps(meta))
     ranks = {bytes([byte]): byte for byte in range(256)}
-    convert.byte_level_bpe(ranks, {END_OF_TEXT: 256}).save(str(dataset / 'tokenizer.json'))
+    byte_level_bpe(ranks, {END_OF_TEXT: 256}).save(str(dataset / 'tokenizer.json'))
     folder, said = export('llama', f'--data_dir={tmp_path}')
     ours, theirs = tokenizer_of(dataset), loaded_tokenizer(folder)
     assert 'without tokenizer' not in said and theirs.bos_token_id == ours.eot

@@ -16,7 +16,7 @@ from evaluation import in_run, sampling, tasks
 from huggingface import convert, finetune, native
 from huggingface.files import SINGLE, Weights
 from model import GPT, ModelConfig
-from text.tokenizer import load_transformers_tokenizer
+from runtime.opened import Opened
 
 CPU = torch.device('cpu')
 NAMES = {
@@ -105,7 +105,7 @@ def test_scripts_end_in_one_line_on_every_rank_though_one_alone_reads_it(origina
     for command, nproc in (
         (train, 2),
         (['evaluate.py', f'--out_dir={folder}', f'--tasks={rows}', '--shard=torch', '--device=cpu'], 2),
-        (['sample.py', f'--model={folder}', '--prompt=a', '--device=cpu'], 1),
+        (['sample.py', f'--out_dir={folder}', '--prompt=a', '--device=cpu'], 1),
     ):
         for line in refusals([command] * nproc):
             assert f'spoilt/{SINGLE}: {NAMES["llama"]} is not finite (1 of ' in line, line
@@ -136,7 +136,7 @@ def scores_of(folder, file, dtype, protocol):
     pretrained = finetune.Pretrained(folder, block_size=POSITIONS)
     model = model_on_meta(pretrained, dtype).to_empty(device='cpu')
     finetune.load(model, pretrained)
-    encoder = in_run.encoder_of(pretrained, load_transformers_tokenizer(folder))
+    encoder = Opened(folder, folder, pretrained=pretrained).language()
     evaluation = in_run.Evaluation([file], encoder, POSITIONS, pretrained, 2, CPU, protocol=protocol)
     lines = []
     return evaluation.scores(model, 7, lines.append, lambda *call: None), lines, model.training
@@ -163,7 +163,7 @@ def test_scripts_end_in_one_line_where_the_model_overflows(overflows, tmp_path):
             assert 'not finite: the model overflows in float16; use --dtype=bfloat16' in line, line
     assert not (Path(folder) / 'results.jsonl').read_text()
     for draw in ('--temperature=0', '--temperature=1'):
-        keys = [f'--model={folder}', '--prompt=abc', '--device=cpu', '--dtype=float16', '--num_samples=1', draw]
+        keys = [f'--out_dir={folder}', '--prompt=abc', '--device=cpu', '--dtype=float16', '--num_samples=1', draw]
         (line,) = refusals([['sample.py', *keys]])
         assert 'logits after 3 tokens are not finite: the model overflows in float16' in line
 

@@ -66,7 +66,9 @@ def test_the_default_dataset_is_the_standard_library_with_a_bpe_of_its_own(stdli
     train, val = documents_of(dataset, 'train'), documents_of(dataset, 'val')
     assert set(train) | set(val) == texts and not set(train) & set(val)
     assert meta['source']['sha256'] in printed
-    assert meta['tokenizer'] == {'name': 'bpe', 'asked_vocab_size': 2048, 'vocab_size': 2048, 'eot_token': 0}
+    turns = ['<|im_start|>', '<|im_end|>']
+    sizes = {'asked_vocab_size': 2048, 'vocab_size': 2048, 'eot_token': 0}
+    assert meta['tokenizer'] == {'name': 'bpe', 'turns': turns, **sizes}
     assert 0.05 < len(val) / len(texts) < 0.2
     assert 'tests' not in {part for path in files for part in path.parts} and len(files) > 300
 
@@ -80,6 +82,7 @@ def test_the_end_says_what_was_made_and_what_to_type_next(stdlib):
     assert f'{dataset}\nnext: python train_ddp.py --dataset=stdlib-bpe2048 --data_dir={dataset.parent}' in printed
     assert sorted(path.name for path in dataset.iterdir()) == [
         'meta.json',
+        'token_bytes.npy',
         'tokenizer.json',
         'train_000000.bin',
         'val_000000.bin',
@@ -959,7 +962,7 @@ def test_what_is_not_there_is_said_in_one_line(tmp_path):
 def test_wrong_values_are_said_in_one_line(tmp_path):
     assert 'name' in error_of(tmp_path, '--name=../x')
     assert 'is for --tokenizer=bpe' in error_of(tmp_path, '--tokenizer=bytes', '--vocab_size=300')
-    assert 'at least 257' in error_of(tmp_path, '--vocab_size=200')
+    assert 'at least 259' in error_of(tmp_path, '--vocab_size=200')
     assert 'val_rule=tail ' in error_of(tmp_path, '--val_rule=tail')
     assert not (tmp_path / 'data').exists()
 

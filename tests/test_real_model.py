@@ -64,7 +64,7 @@ def test_gigatoken_gives_the_tokenizers_ids(real, tmp_path):
 
 def test_it_knows_the_capital_of_france(real):
     keys = ['--chat', '--prompt=What is the capital of France?', '--temperature=0', '--max_new_tokens=20']
-    assert 'Paris' in run_script('sample.py', f'--model={real}/smollm2', *keys).stdout
+    assert 'Paris' in run_script('sample.py', f'--out_dir={real}/smollm2', *keys).stdout
 
 
 def test_it_learns_and_what_is_exported_scores_as_the_run_does(real, tuned, tmp_path):

@@ -14,12 +14,14 @@ from pretrained import CHATML, HYBRID, MODELS, MORE_MODELS, OF_LENGTH, TURN, sav
 from short import slow_but
 from tokenizers import processors
 
-from evaluation import prompts, sampling, tasks
-from huggingface import convert, finetune
+from evaluation import prompts, sampling
+from huggingface import finetune
 from model import GPT, ModelConfig
 from runtime import checkpoint
 from text import chat_rows
 from text import tokenizer as tokenizers
+from text.language import Prompt, TransformersLanguage
+from text.tokenizer import byte_level_bpe
 
 TRAIN = ['--arch=llama', '--dataset=tiny', '--max_iters=4', '--global_batch_size=4', '--dtype=float32']
 SAMPLE = ['--max_new_tokens=40', '--num_samples=1', '--prompt=def ']
@@ -90,7 +92,7 @@ def test_an_empty_prompt_starts_a_document(runs, sample):
 @torch.no_grad()
 def test_what_the_tokenizer_puts_before_a_text_stands_before_the_prompt_once(runs, sample, tmp_path):
     eot = tokenizers.END_OF_TEXT
-    fast = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {eot: 256})
+    fast = byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {eot: 256})
     fast.post_processor = processors.TemplateProcessing(f'{eot} $A', f'{eot} $A $B', [(eot, 256)])
     (tmp_path / 'with_bos').mkdir()
     fast.save(str(tmp_path / 'with_bos' / 'tokenizer.json'))
@@ -147,7 +149,7 @@ def test_what_export_model_wrote_says_what_the_run_says(name, runs, sample, star
     is_own = json.loads((tmp_path / 'model' / 'config.json').read_text())['model_type'] == 'native_gpt'
     assert is_own == (name == 'enoki')
     options = ['--prompt=import os', '--max_new_tokens=20', '--temperature=0', '--num_samples=1']
-    text, notes = start(f'--model={tmp_path / "model"}', *options)
+    text, notes = start(f'--out_dir={tmp_path / "model"}', *options)
     assert text == sample(runs / name, *options)[0] and text.startswith('import os')
     assert f'{tmp_path / "model"}: {"enoki" if is_own else "llama"}, ' in notes
     if is_own:
@@ -161,7 +163,7 @@ def test_what_export_model_wrote_says_what_the_run_says(name, runs, sample, star
         ):
             path.write_text(json.dumps({**content, key: value}))
             with pytest.raises(ValueError, match=said):
-                start(f'--model={tmp_path / "model"}', *options)
+                start(f'--out_dir={tmp_path / "model"}', *options)
 
 
 def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
@@ -287,7 +289,7 @@ CHAT = ['--chat', '--temperature=0', '--max_new_tokens=5']
 def test_rows_may_have_system_messages_or_whole_conversations(chat_model, start, tmp_path):
     dialogue = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
     rows = [{'prompt': 'Hi'}, {'prompt': 'Hi', 'system': 'Be odd.'}, {'messages': [*dialogue, dialogue[0]]}]
-    file, options = write_rows(tmp_path / 'rows.jsonl', rows), [f'--model={chat_model}', *CHAT]
+    file, options = write_rows(tmp_path / 'rows.jsonl', rows), [f'--out_dir={chat_model}', *CHAT]
     written, _ = start(*options, file, '--system=Be it.', '--show_ids')
     lines = [json.loads(line) for line in written.splitlines()]
     asked = [
@@ -309,7 +311,7 @@ def test_rows_may_have_system_messages_or_whole_conversations(chat_model, start,
 
 
 def test_a_conversation_over_a_pipe_remembers_what_was_said(chat_model, start, tmp_path):
-    options = [f'--model={chat_model}', '--temperature=0', '--max_new_tokens=2', '--chat']
+    options = [f'--out_dir={chat_model}', '--temperature=0', '--max_new_tokens=2', '--chat']
     command = command_of('sample.py', *options, '--device=cpu', '--dtype=float32', '--system=S')
     pipe = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
     process = subprocess.Popen(command, env=environment(), **pipe)
@@ -342,7 +344,7 @@ def test_a_conversation_over_a_pipe_remembers_what_was_said(chat_model, start, t
 
 @pytest.mark.slow
 def test_an_empty_line_ends_a_conversation(chat_model):
-    command = command_of('sample.py', f'--model={chat_model}', *CHAT, '--device=cpu')
+    command = command_of('sample.py', f'--out_dir={chat_model}', *CHAT, '--device=cpu')
     result = subprocess.run(command, env=environment(), input='\na\n', capture_output=True, text=True)
     assert result.returncode == 0 and result.stdout == ''
 
@@ -400,7 +402,7 @@ def test_a_row_is_asked_as_prepare_data_learns_its_answer(tmp_path, arguments, c
     template = TOOLS.replace('ARGUMENTS', arguments).replace(SAYS_NULL, content)
     encoder, _ = encoder_of(make_tokenizer(tmp_path, template))
     tokenizer = tokenizers.load_transformers_tokenizer(str(tmp_path))
-    language = prompts.TransformersLanguage(tokenizer, str(tmp_path), fold_system=fold_system)
+    language = TransformersLanguage(tokenizer, str(tmp_path), fold_system=fold_system)
     (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, ASKING.values())))
     rows = prompts.read_rows(tmp_path / 'rows.jsonl')
     assert rows == [*ASKING.values()]
@@ -415,32 +417,31 @@ def test_a_row_is_asked_as_prepare_data_learns_its_answer(tmp_path, arguments, c
         (example,) = encoder.examples(chat_rows.conversation_of(learned), fold_system)
         ids, flags, _ = example
         assert asked == ids[: list(flags & LEARNED).index(LEARNED)].tolist(), name
-    encoded = tasks.TransformersEncoder(tokenizer)
     tokenizer.chat_template = CHATML  # which writes no tools
-    for ask in (language.write, lambda row: encoded.chat(row['messages'], row)):
+    for ask in (language.prompt_of_chat, lambda row: language.chat(row['messages'], row)):
         with pytest.raises(ValueError, match='refuses: rows with tools that the chat template does not write$'):
             ask({'messages': [{'role': 'user', 'content': 'Is weather a tool?'}], 'tools': [TOOL]})
     tokenizer.chat_template = template
-    given = prompts.TransformersLanguage(language.tokenizer, str(tmp_path), None, {'enable_thinking': False})
+    given = TransformersLanguage(language.tokenizer, str(tmp_path), chat_template_kwargs={'enable_thinking': False})
     asked = [one.prompt_of_chat({'messages': [{'role': 'user', 'content': 'x'}]}).ids for one in (language, given)]
     assert language.decode(asked[1]) == language.decode(asked[0]) + '<think>off'
 
 
 def test_text_comes_in_whole_characters_and_with_its_spaces(tmp_path):
     fast, ids = sentencepiece(tmp_path)
-    language = prompts.TransformersLanguage(fast, str(tmp_path))
+    language = TransformersLanguage(fast, str(tmp_path))
     smile = [ids[f'<0x{byte:02X}>'] for byte in '🙂'.encode()]
     answer = [ids['\u2581good'], ids['\u2581day'], *smile, ids['\u2581'], ids['.'], ids['<0xC3>']]
-    prompt = prompts.Prompt([ids['.']], is_chat=True)
+    prompt = Prompt([ids['.']], is_chat=True)
     stream = prompts.Stream(lambda new: language.text_of(prompt, new))
     assert [stream.add(token) for token in answer] == ['good', ' day', '', '', '', '🙂', '', ' .', '']
     assert stream.end() == '\ufffd' and stream.shown == language.text_of(prompt, answer)
-    text = prompts.Prompt([ids['\u2581good']])
+    text = Prompt([ids['\u2581good']])
     assert language.text_of(text, [ids['\u2581day'], ids['.']]) == ' day.'
 
 
 def test_a_bytes_tokenizer_streams_what_it_says_at_once():
-    bpe = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {'<|endoftext|>': 256})
+    bpe = byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {'<|endoftext|>': 256})
     stream = prompts.Stream(lambda new: bpe.decode(new).strip())
     shown = [stream.add(token) for token in ' ä\n\nb  '.encode()]
     assert shown == ['', '', 'ä', '', '', '\n\nb', '', ''] and stream.end() == ''
@@ -449,24 +450,21 @@ def test_a_bytes_tokenizer_streams_what_it_says_at_once():
 @pytest.mark.parametrize(
     'arguments, expected',
     [
-        (['--model=MODEL', '--out_dir=x'], 'model and out_dir are both given'),
-        (['--model=RUN'], 'is a run, not a Hugging Face folder: give it as --out_dir$'),
-        (['--out_dir=MODEL'], 'is a Hugging Face folder, not a run: give it as --model$'),
-        (['--model=ADAPTER'], 'is an adapter of peft for the model base'),
-        (['--model=EMPTY'], 'no weights, model.safetensors'),
-        (['--model=none/such/folder'], '^model=none/such/folder: no such folder'),
-        (['--model=PLAIN', '--chat'], 'has no chat template: leave --chat out$'),
-        (['--model=MODEL', '--system=x'], '--chat makes a message of it$'),
-        (['--model=MODEL', '--prompts=SYSTEM'], '--chat makes a message of it$'),
-        (['--model=MODEL', '--prompts=LONG'], 'prompt 2 has 64 tokens, the model 64 positions: shorten it$'),
-        (['--model=MODEL', '--chat', '--prompts=BLANK'], 'prompt 1 is empty'),
-        (['--model=MODEL', '--prompts=ODD'], r'ODD, line 1: expected .*"messages".*end with an answer in place of'),
-        (['--model=MODEL', '--prompts=TOOLS'], 'a row with messages, a system message or tools: .* --chat makes'),
+        (['--out_dir=ADAPTER'], 'is an adapter of peft for the model base'),
+        (['--out_dir=EMPTY'], 'no weights, model.safetensors'),
+        (['--out_dir=none/such/folder'], 'none/such/folder'),
+        (['--out_dir=PLAIN', '--chat'], 'has no chat template: leave --chat out$'),
+        (['--out_dir=MODEL', '--system=x'], '--chat makes a message of it$'),
+        (['--out_dir=MODEL', '--prompts=SYSTEM'], '--chat makes a message of it$'),
+        (['--out_dir=MODEL', '--prompts=LONG'], 'prompt 2 has 64 tokens, the model 64 positions: shorten it$'),
+        (['--out_dir=MODEL', '--chat', '--prompts=BLANK'], 'prompt 1 is empty'),
+        (['--out_dir=MODEL', '--prompts=ODD'], r'ODD, line 1: expected .*"messages".*end with an answer in place of'),
+        (['--out_dir=MODEL', '--prompts=TOOLS'], 'a row with messages, a system message or tools: .* --chat makes'),
         (
-            ['--model=MODEL', '--chat_template_kwargs={"a": false}'],
+            ['--out_dir=MODEL', '--chat_template_kwargs={"a": false}'],
             "chat_template_kwargs={'a': False}: .* --chat makes",
         ),
-        (['--model=MODEL', '--chat', '--num_samples=2'], 'in a conversation there is one answer'),
+        (['--out_dir=MODEL', '--chat', '--num_samples=2'], 'in a conversation there is one answer'),
     ],
 )
 def test_a_mistake_with_a_folder_gets_one_line_before_weights_are_read(

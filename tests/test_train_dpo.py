@@ -35,12 +35,12 @@ from tokenizers import Tokenizer
 import data
 import logprobs
 from dataset.shards import FIRST, LEARNED
-from evaluation.prompts import TransformersLanguage
 from huggingface import finetune
 from logprobs import document_logps, token_logps
 from model import LogitsOf
 from text.chat_rows import pair_of
 from text.conversations import TextEncoder, with_one_prompt
+from text.language import TransformersLanguage
 from text.tokenizer import FileTokenizer, tokenizer_of
 
 SEED, BLOCK, STEPS = 1337, 192, 4

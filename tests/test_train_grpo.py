@@ -33,6 +33,7 @@ from huggingface import finetune
 from logprobs import token_logps
 from model import generator_of
 from runtime import checkpoint, fill, rollouts
+from runtime.opened import Opened
 
 SEED, BLOCK, STEPS, PROMPTS, GROUP, LONGEST = 1337, 40, 4, 6, 4, 8
 RUN = [f'--seed={SEED}', f'--block_size={BLOCK}', f'--prompts_per_step={PROMPTS}', f'--num_generations={GROUP}']
@@ -332,7 +333,9 @@ def test_tasks_are_scored_with_as_many_examples_as_prompts_have(folder, tmp_path
     write_rows(tmp_path / 'few.jsonl', rows)
     keys = {'eval_tasks': [tmp_path / 'few.jsonl'], 'block_size': BLOCK, 'batch_size': 2, 'num_fewshot': 0}
     keys |= {'eval_tasks_chat': False, 'eval_tasks_limit': None, 'trust_remote_code': False}
-    others = SimpleNamespace(tensor=1), finetune.Pretrained(str(folder / 'llama')), torch.device('cpu')
+    pretrained = finetune.Pretrained(str(folder / 'llama'))
+    language = Opened('llama', pretrained.folder, pretrained=pretrained).language()
+    others = SimpleNamespace(tensor=1), language, pretrained, torch.device('cpu')
     (task,) = in_run.tasks_of(keys, *others).tasks
     assert task.num_fewshot == 0
     with pytest.raises(ValueError, match='lower num_fewshot'):

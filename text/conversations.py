@@ -126,7 +126,11 @@ def templates_of(folder):
 
 def template_of(folder):
     """The chat template of a Hugging Face folder as text, several as JSON; None if it has none."""
-    templates = templates_of(folder)
+    return as_one(templates_of(folder))
+
+
+def as_one(templates):
+    """template_of() of {name: text}."""
     if len(templates) < 2:
         return next(iter(templates.values()), None)
     return json.dumps([{'name': name, 'template': templates[name]} for name in sorted(templates)])
@@ -288,9 +292,10 @@ class Answer(NamedTuple):
 
 
 class ChatEncoder:
-    """The chat template and the tokenizer of a Hugging Face folder. eot: the id of its end-of-text token."""
+    """The tokenizer of a Hugging Face folder, and a chat template. eot: the id of its end-of-text token. templates:
+    {name: text}; None = the folder's own."""
 
-    def __init__(self, folder, eot):
+    def __init__(self, folder, eot, templates=None):
         import transformers
 
         self.eot = eot
@@ -299,6 +304,8 @@ class ChatEncoder:
         try:
             # Not AutoTokenizer, which imports torch: 190 MB per worker.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            if templates:
+                tokenizer.chat_template = dict(templates) if len(templates) > 1 else next(iter(templates.values()))
             self.template = ChatTemplate(tokenizer, eot)
             self.template.write([{'role': 'user', 'content': 'x'}], {})
         except Exception as error:  # a template that refuses this message may take others

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from text.chat_rows import PREFERENCES, conversation_of, pair_of, prompt_of
-from text.conversations import ChatEncoder, TextEncoder, template_of
+from text.conversations import ChatEncoder, TextEncoder
 from text.documents import cut_up, documents_of
 from text.engine import faster
 from text.tokenizer import check_against_file, load_tokenizer, load_transformers_tokenizer
@@ -49,6 +49,7 @@ class Rules(NamedTuple):
     dedup: bool = False  # hash every document, so that repeated ones can be left out
     chat_fields: tuple = ()  # fields of a conversation, if conversation_of() does not know their names; or PREFERENCES
     train_on_input: bool = False  # every message of a conversation is learned, not the answers alone
+    templates: tuple = ()  # (name, text) of the chat templates that write conversations
 
 
 class Encoded(NamedTuple):
@@ -84,20 +85,18 @@ def worker_tokenizer(name, folder, engine):
 
 
 @functools.cache
-def worker_chat_encoder(name, folder):
+def worker_chat_encoder(name, folder, templates):
     """The ChatEncoder, loaded once per worker; for pairs without a chat template a TextEncoder."""
     tokenizer = worker_tokenizer(name, folder, 'reference')[0]
-    if not (os.path.isdir(name) and template_of(name)):
-        return TextEncoder(tokenizer)
-    return ChatEncoder(name, tokenizer.eot)
+    return ChatEncoder(name, tokenizer.eot, dict(templates)) if templates else TextEncoder(tokenizer)
 
 
-def warm_up(tokenizer, folder, chat, engine):
+def warm_up(tokenizer, folder, chat, engine, templates=()):
     """Load the tokenizer before the first unit comes. Returns the line that says which library encodes; for
     conversations None, or a WARNING about the template. Raises what load_tokenizer() and ChatEncoder raise."""
     if not chat:
         return worker_tokenizer(tokenizer, folder, engine)[1]
-    encoder = worker_chat_encoder(tokenizer, folder)
+    encoder = worker_chat_encoder(tokenizer, folder, templates)
     return encoder.line_of_end() if isinstance(encoder, ChatEncoder) else None
 
 
@@ -215,7 +214,7 @@ def _conversations(pieces, rules, notes):
     """Yield (piece, what the hash is of, bytes, its examples) of each conversation, and count in the notes what is left
     out. The hash is of the conversation, of a pair that of its prompt: other answers to a prompt on which a model was
     trained would be no validation."""
-    chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
+    chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder, rules.templates)
     are_pairs = rules.chat_fields == PREFERENCES
     more = {} if are_pairs else {'train_on_input': rules.train_on_input}
     as_conversation = functools.partial(conversation_of, fields=rules.chat_fields, **more)

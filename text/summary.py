@@ -66,7 +66,8 @@ def print_summary(meta, folder, config):
         print(f'WARNING: {left_out:,} of {n_rows:,} rows ({left_out / n_rows:.0%}) are left out: {in_words(reasons)}')
     command, recipe = 'python train_ddp.py', None
     model_config_path = Path(config.tokenizer, 'config.json')
-    is_of_a_model = model_config_path.exists()
+    is_run = Path(config.tokenizer, 'checkpoints').is_dir()
+    is_of_a_model = model_config_path.exists() or is_run
     if meta.get('pairs') and is_of_a_model:
         recipe = 'dpo_chat'
         command = f'torchrun --nproc_per_node=4 train_dpo.py config/{recipe}.py --strategy=fsdp'
@@ -85,7 +86,7 @@ def print_summary(meta, folder, config):
     block_sizes = []
     if least < 4 * 1024 and not meta.get('masked'):  # so that each split has a few windows; the default is 1,024
         block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))
-    if is_of_a_model:
+    if is_of_a_model and not is_run:
         shape = read_json(model_config_path, dict, 'copy it again')
         said = (shape.get('max_position_embeddings'), shape.get('n_positions'))  # the second: GPT-2
         positions = next((number for number in said if isinstance(number, int) and number > 0), math.inf)

@@ -34,8 +34,10 @@ from text.control_tokens import ControlTokens
 from text.engine import SAMPLES, merges_of
 
 END_OF_TEXT = '<|endoftext|>'
+KEPT = 'model'  # folder in out_dir with what a run has kept of the language it learns; see runtime/kept.py
+TURNS = ('<|im_start|>', '<|im_end|>')  # reserved in a BPE of ours, for the chat template of text/templates.py
 FILE_AS_IT_IS = ('PreTrainedTokenizerFast', 'TokenizersBackend')  # transformers' classes that use the file unchanged
-SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
+SMALLEST_BPE = 259  # 256 bytes, the end-of-text token and those of turns, before any merge
 # What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English.
 # Without special tokens, since transformers would take them for such. The docstring above is part of the sample.
 SAMPLE_TEXT = (
@@ -194,6 +196,21 @@ def open_file(path):
 # --- finding one ------------------------------------------------------------------------------------------------------
 
 
+def folder_of_tokenizer(name):
+    """What `name` stands for as a tokenizer: of a run what it has kept, a folder or the name of one without a file.
+    Everything else is itself. Raises ValueError for a run of a version that kept none."""
+    if not os.path.isdir(os.path.join(name, 'checkpoints')):
+        return name
+    kept = os.path.join(name, KEPT)
+    if not os.path.isdir(kept):
+        raise ValueError(
+            f'tokenizer={name} is a run of an earlier version, which has kept no tokenizer: give the folder of its '
+            'dataset, --tokenizer=data/NAME'
+        )
+    has_file = os.path.exists(os.path.join(kept, 'tokenizer.json'))
+    return kept if has_file else _read_meta(kept)[1]['name']
+
+
 def load_tokenizer(name, folder=None, fetch=True):
     """The tokenizer with that name: 'bytes', 'bpe', a name of tiktoken's, or the path of a Hugging Face folder.
 
@@ -211,11 +228,14 @@ def load_tokenizer(name, folder=None, fetch=True):
 
 
 def tokenizer_of(dataset_folder, fetch=False):
-    """The tokenizer that a dataset's meta.json names. Raises ValueError if it names none, and as load_tokenizer().
+    """The tokenizer that a dataset's meta.json names, or that of a Hugging Face folder. Raises ValueError if there is
+    none, and as load_tokenizer().
 
     fetch: whether files that are not here may come from the network, for which a training run must not wait."""
     path = Path(dataset_folder) / 'meta.json'
     facts = _read_meta(dataset_folder)[1]
+    if facts is None and has_tokenizer(dataset_folder):
+        return load_tokenizer(str(dataset_folder))
     if facts is None:
         raise ValueError(f'{path} {"does not name a tokenizer" if path.exists() else "is missing"}')
     if 'eot_text' in facts:  # a Hugging Face tokenizer: its file was copied, the folder it came from may be elsewhere
@@ -253,9 +273,14 @@ def names_tokenizer(dataset_folder):
     return _read_meta(dataset_folder)[1] is not None
 
 
-def same_tokenizer(*dataset_folders):
-    """Whether datasets have the same tokenizer. A dataset that does not name its tokenizer is ignored."""
-    named = [folder for folder in dataset_folders if names_tokenizer(folder)]
+def has_tokenizer(folder):
+    """Whether the folder of a dataset, a run's language or a model has a tokenizer, or names one."""
+    return names_tokenizer(folder) or os.path.exists(os.path.join(folder, 'tokenizer.json'))
+
+
+def same_tokenizer(*folders):
+    """Whether folders have the same tokenizer. One that has none and names none is ignored."""
+    named = [folder for folder in folders if has_tokenizer(folder)]
     return all(difference(named[0], other) is None for other in named[1:])
 
 
@@ -275,7 +300,7 @@ def difference(folder, other):
     elif not any(file.exists() for file in files):
         names = [_read_meta(name)[1]['name'] for name in (folder, other)]
         return None if names[0] == names[1] else f'is not {names[1]}, that of {other}'
-    ours, theirs = (tokenizer_of(name) if names_tokenizer(name) else load_tokenizer(name) for name in (folder, other))
+    ours, theirs = tokenizer_of(folder), tokenizer_of(other)
     if ours.vocab_size != theirs.vocab_size:
         return f'has {ours.vocab_size:,} tokens, that of {other} {theirs.vocab_size:,}'
     return difference_of(ours, theirs, other)
@@ -364,13 +389,13 @@ def check_same_tokenizer(dataset_folder, model_folder):
     raise ValueError(f'{dataset_folder}: its tokenizer {facts["name"]} {found}; prepare it anew: {command}')
 
 
-def describe(name, vocab_size):
+def describe(name, vocab_size=None):
     """What identifies a tokenizer before it is loaded or trained, for meta.json. vocab_size: how many tokens a 'bpe'
     should have. Raises what load_tokenizer() raises for names and folders that do not exist."""
     if name == 'bpe':
         if vocab_size < SMALLEST_BPE:
             raise ValueError(f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens')
-        return {'name': name, 'asked_vocab_size': vocab_size}
+        return {'name': name, 'asked_vocab_size': vocab_size, 'turns': list(TURNS)}
     if os.path.isdir(name):
         path, eot, bos = _hugging_face_files(name)
         facts = {'name': Path(name).resolve().name, 'eot_text': eot, 'sha256': sha256_of(path)}
@@ -616,22 +641,75 @@ def train_bpe(texts, vocab_size, path, engine='auto'):
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
 
-    if merges := merges_of(texts, vocab_size, END_OF_TEXT) if engine == 'auto' else None:
+    specials = [END_OF_TEXT, *TURNS]
+    if merges := merges_of(texts, vocab_size - len(TURNS), END_OF_TEXT) if engine == 'auto' else None:
         letter_of = {byte: letter for letter, byte in _byte_of_letter().items()}
         pairs = [tuple(''.join(letter_of[byte] for byte in part) for part in pair) for pair in merges]
-        words = dict.fromkeys([END_OF_TEXT, *alphabet, *map(''.join, pairs)])  # two merges may make the same word
+        words = dict.fromkeys([*specials, *alphabet, *map(''.join, pairs)])  # two merges may make the same word
         tokenizer = tokenizer_of(models.BPE({word: number for number, word in enumerate(words)}, pairs))
-        tokenizer.add_special_tokens([END_OF_TEXT])
+        tokenizer.add_special_tokens(specials)
         # gigatoken continues after all pairs have been merged. If it has, its last word is in no text.
         last, last_word = b''.join(merges[-1]), ''.join(pairs[-1])
         if not any(last in text and last_word in tokenizer.encode(text.decode()).tokens for text in texts):
             merges = None
     if not merges:
         tokenizer = tokenizer_of(models.BPE())
-        options = {'special_tokens': [END_OF_TEXT], 'initial_alphabet': alphabet, 'show_progress': False}
+        options = {'special_tokens': specials, 'initial_alphabet': alphabet, 'show_progress': False}
         trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
         tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
     write_file(path, tokenizer.to_str(pretty=True))  # the bytes of tokenizer.save()
+
+
+def byte_level_bpe(ranks, specials, pattern=None):
+    """A tokenizers.Tokenizer that computes the same as a tiktoken Encoding with these parts.
+
+    ranks: {bytes of a token: id}; lower ids are merged first. specials: {text: id}. pattern: the regular expression
+    that splits a text into words; None = do not split.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    letters = {byte: letter for letter, byte in _byte_of_letter().items()}
+    spelled = {token: ''.join(letters[byte] for byte in token) for token in ranks}
+    # tiktoken merges the neighbours whose union has the lowest id. In `tokenizers` that is a list of merges with every
+    # way to split each token in two, in the order of the tokens' ids.
+    merges = [
+        (spelled[token[:cut]], spelled[token[cut:]])
+        for token in sorted(ranks, key=ranks.get)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    vocabulary = {spelled[token]: number for token, number in ranks.items()} | specials
+    bpe = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    if pattern:
+        # `{1,3}+` is possessive in tiktoken, which matters little, but in this library it is one or more repetitions.
+        pattern = re.sub(r'(\{\d*,\d*\})\+', r'\1', pattern)
+        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated'))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in specials])
+    return bpe
+
+
+def as_file(tokenizer, folder=None):
+    """A tokenizers.Tokenizer that gives the ids of a tokenizer here; without what stands around a text. folder: where
+    the tokenizer.json is, if there is one."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: tokenizer.eot})
+    if isinstance(tokenizer, TiktokenTokenizer) and tokenizer.name != 'bpe':  # tiktoken's own names
+        encoding = tokenizer.encoding
+        return byte_level_bpe(encoding._mergeable_ranks, encoding._special_tokens, encoding._pat_str)
+    return open_file(os.path.join(folder, 'tokenizer.json'))
+
+
+def write_as_folder(name, folder):
+    """Write a tokenizer that has a name, 'bytes' or one of tiktoken's, as a folder with tokenizer.json, unless it is
+    there. A chat template and transformers need that."""
+    if not os.path.exists(os.path.join(folder, 'tokenizer.json')):
+        os.makedirs(folder, exist_ok=True)
+        write_file(os.path.join(folder, 'tokenizer.json'), as_file(load_tokenizer(name, folder)).to_str())
+    return str(folder)
 
 
 def _load_bpe(path):
@@ -642,12 +720,14 @@ def _load_bpe(path):
 
     if not path.exists():
         raise FileNotFoundError(f'{path} is missing: it belongs to the dataset; copy or prepare the dataset again')
-    vocabulary = read_json(path, {'model': {'vocab': {str: int}}}, 'prepare the dataset again')['model']['vocab']
-    check_form(vocabulary, {END_OF_TEXT: int}, path)
-    eot = vocabulary.pop(END_OF_TEXT)
+    form = {'model': {'vocab': {str: int}}, 'added_tokens': [{'content': str}]}
+    content = read_json(path, form, 'prepare the dataset again')
+    vocabulary, names = content['model']['vocab'], [token['content'] for token in content['added_tokens']]
+    check_form(vocabulary, dict.fromkeys([END_OF_TEXT, *names], int), path)
+    special = {name: vocabulary.pop(name) for name in names}
     byte_of = _byte_of_letter()
     ranks = {bytes(byte_of[letter] for letter in token): number for token, number in vocabulary.items()}
-    encoding = tiktoken.Encoding('bpe', pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: eot})
+    encoding = tiktoken.Encoding('bpe', pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
     return TiktokenTokenizer(encoding)
 
 

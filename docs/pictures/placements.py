@@ -154,7 +154,7 @@ def _held(strategy, keys, config, rank):
             raw_model, raw_model.blocks, mesh, torch.float32, config.zero_stage, 1, False, experts, expert_mesh
         )
     run = SimpleNamespace(
-        found=None, start_from=None, pretrained=None, config=config, device=device, home=device, share=share
+        found=None, start=None, pretrained=None, config=config, device=device, home=device, share=share
     )
     initialise(raw_model, run)
 

@@ -16,8 +16,9 @@ from precision import apart
 from pretrained import save_model
 from short import slow_but
 
-from evaluation import in_run, sampling, tasks
+from evaluation import in_run, sampling
 from model import GPT, ModelConfig
+from text.language import OwnLanguage
 from text.tokenizer import load_tokenizer
 
 ROWS = {
@@ -207,7 +208,7 @@ def score_in_train_mode(folder, data_dir, compiled):
     keys = {'eval_tasks': [f'{folder}/choices.jsonl', f'{folder}/words.jsonl'], 'dataset': 'tiny'}
     keys |= {'data_dir': str(data_dir), 'block_size': 32, 'batch_size': 2}
     keys |= {'eval_tasks_limit': None, 'eval_tasks_chat': False}
-    tasks = in_run.tasks_of(keys, layout_of('ddp', 1), None, torch.device('cpu'))
+    tasks = in_run.tasks_of(keys, layout_of('ddp', 1), OwnLanguage(load_tokenizer('bytes')), None, torch.device('cpu'))
     tokens, graphs = torch.zeros(2, 32, dtype=torch.int64), torch._dynamo.utils.counters['stats']
     if compiled:
         for block in model.blocks:
@@ -250,7 +251,7 @@ def test_answers_are_written_as_many_at_once_as_have_the_tokens_of_a_micro_batch
         lambda model, prompts, *more, **k: sizes.append(len(prompts)) or write(model, prompts, *more, **k),
     )
     model = GPT(ModelConfig(vocab_size=257, block_size=32, n_layer=1, n_head=2, n_embd=16))
-    encoder = tasks.NativeEncoder(load_tokenizer('bytes'))
+    encoder = OwnLanguage(load_tokenizer('bytes'))
     evaluation = in_run.Evaluation([files[-1]], encoder, 32, None, 2, torch.device('cpu'), tokens_at_once)
     ((_, scores, *_),) = evaluation.run(model)
     assert sum(sizes) == len(ROWS['written']) and max(sizes) <= at_once and 'acc' in scores
@@ -281,7 +282,7 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
         (['--dataset=synthetic', '--vocab_size=257', *TINY_MODEL, f'--eval_tasks={files[0]}'],
          'eval_tasks .*dataset=synthetic: .*meta.json'),
         (['--dataset=synthetic', f'--init_from={tmp_path}/bare', f'--eval_tasks={files[0]}'], 'no tokenizer'),
-        ([*data, f'--eval_tasks={files[0]}', '--eval_tasks_chat'], 'a model from scratch has no chat template'),
+        ([*data, f'--eval_tasks={files[0]}', '--eval_tasks_chat'], 'data/tiny has no chat template: leave out'),
         ([*data, f'--eval_tasks={tmp_path}/prompts.jsonl'],
          'prompts.jsonl, row 1: the prompt has 9 tokens and its answer up to 24, more than the 32'),
     ]  # fmt: skip
@@ -294,6 +295,6 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
 
 
 def test_answers_that_matrices_cut_over_ranks_cannot_write_are_refused_before_the_run(files):
-    encoder = tasks.NativeEncoder(load_tokenizer('bytes'))
+    encoder = OwnLanguage(load_tokenizer('bytes'))
     with pytest.raises(ValueError, match='tensor_parallel=2: written has prompts, .* leave it to `python evaluate.py`'):
         in_run.Evaluation(files, encoder, 32, None, 2, 'cpu', ranks_per_batch=2)

@@ -24,6 +24,7 @@ from fuzzing.cases import STAYS, Refused, check, some
 from model import GPT, ModelConfig
 from runtime import begin, checkpoint, first_weights, health, identity
 from runtime.best import Best, step_of_best
+from runtime.opened import open_model
 
 SIZES = {'arch': 'llama', 'n_layer': 2, 'n_head': 2, 'n_embd': 8, 'mlp_hidden_dim': 24}
 SIZES |= {'vocab_size': 64, 'block_size': 8}
@@ -249,7 +250,7 @@ def read_as_the_scripts_do(draw, out_dir):
         model = GPT(config)
         model.load_state_dict(weights)
         ours = SimpleNamespace(**{**CONFIG, 'init_from': out_dir})
-        first_weights.run_to_start_from(ours, {})
+        first_weights.take_from(open_model(out_dir), ours, {})
         check(ours.out_dir == CONFIG['out_dir'], 'the run goes elsewhere', ours.out_dir)
     else:  # resume
         state = checkpoint.read_state(path)

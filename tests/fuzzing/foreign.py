@@ -18,12 +18,13 @@ import data
 from dataset import shards
 from fuzzing.cases import check, some
 from huggingface.files import Weights
-from huggingface.finetune import copy_files, keep_templates, refuse_adapter
+from huggingface.finetune import copy_files, refuse_adapter
 from pool.ledger import Ledger
 from pool.objects import COMMIT, SNAPSHOT, read_object, refuse_commit, refuse_ledger
 from pool.round_watch import RoundWatch
 from pool.store import Folder
 from text.conversations import templates_of, templates_of_data
+from text.templates import write_templates
 from text.tokenizer import check_same_tokenizer, tokenizer_of
 
 watched = []  # the folder whose files the case must not open, and what it has opened of them
@@ -112,7 +113,7 @@ def check_dataset(draw, folder, outside):
     tokenizer_of(here)
     templates = templates_of_data([str(here)], str(folder))[0]
     (folder / 'model').mkdir()
-    keep_templates(str(folder / 'model'), templates or {})
+    write_templates(str(folder / 'model'), templates or {})
 
 
 def check_folder(draw, folder, outside):
@@ -137,7 +138,7 @@ def check_folder(draw, folder, outside):
     weights = Weights(str(here))
     weights.fingerprint()
     copy_files(str(here), str(folder / 'kept'))
-    keep_templates(str(folder / 'kept'), found)
+    write_templates(str(folder / 'kept'), found)
     check_same_tokenizer(str(here), str(here))
 
 

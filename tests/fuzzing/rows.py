@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from dataset.shards import AS_END, FIRST, LEARNED
-from evaluation.prompts import TransformersLanguage
 from fuzzing.cases import LIMIT, SPECIALS, STAYS, Words, Wrong, check, draw_text, small_tokenizer, some
 from fuzzing.templates import ASK_FOR_NULL, DATES, TEMPLATES
 from system.errors import one_line
 from text import chat_rows, conversations
+from text.language import TransformersLanguage
 
 CHAT_TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2', 'lines')
 

@@ -7,11 +7,11 @@ The reference is AutoTokenizer, and tokenizer.json alone if that fails.
 import json
 
 from dataset.shards import LEARNED
-from evaluation.prompts import TransformersLanguage
 from fuzzing.cases import NOT_JSON, Words, check, draw_text, small_tokenizer, some
 from fuzzing.templates import TEMPLATES
 from text import chat_rows, conversations, encoding
 from text import tokenizer as tokenizing
+from text.language import TransformersLanguage
 
 TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2', 'unigram', 'wordpiece', 'lines')
 CLASSES = ['PreTrainedTokenizerFast', 'TokenizersBackend', 'GPT2Tokenizer', 'GPT2TokenizerFast', 'LlamaTokenizer']

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from huggingface import convert, finetune
 from runtime import checkpoint
 from system import devices
+from text.tokenizer import byte_level_bpe
 
 QUESTIONS = {'Who barks?': 'A dog.', 'What is red?': 'Roses are.', '2 and 3?': 'Five, I think.', 'Far?': 'No.'}
 QUESTIONS |= {'Is it late?': 'Yes,\nvery.'}
@@ -73,7 +74,7 @@ def save_model(folder, config, dtype):
         parameter.data += torch.randn_like(parameter) * 0.1
     model.save_pretrained(folder, max_shard_size='100KB')
     specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}
-    fast = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
+    fast = byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token='<|endoftext|>', chat_template=TEMPLATE)
     tokenizer.save_pretrained(folder)
     (folder / 'generation_config.json').write_text(GENERATION)

@@ -259,7 +259,7 @@ def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models,
     ]
     ours, exported, plain = (
         start('sample.py', key, '--chat=False', *read)[0]
-        for key in (f'--out_dir={out_dir}', f'--model={folder}', f'--out_dir={run_of("ddp", 1, "bfloat16")}')
+        for key in (f'--out_dir={out_dir}', f'--out_dir={folder}', f'--out_dir={run_of("ddp", 1, "bfloat16")}')
     )
     assert ours.stdout == exported.stdout
     assert 'LoRA is merged into what it was trained beside' in ours.stderr
@@ -354,7 +354,7 @@ def test_an_older_torch_is_told_which_implementation_takes_bytes(models, tmp_pat
     from runtime import first_weights
 
     keys = {'frozen_dtype': 'nf4', 'lora_rank': 4, 'freeze': None, 'init_from': 'x', 'native': False}
-    run = SimpleNamespace(config=SimpleNamespace(**keys, fsdp_impl='torch'), strategy='fsdp', start_from=None)
+    run = SimpleNamespace(config=SimpleNamespace(**keys, fsdp_impl='torch'), strategy='fsdp', start=None)
     monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.13.0'))
     first_weights.check_frozen_dtype(run)
     monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.12.1'))

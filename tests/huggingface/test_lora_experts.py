@@ -283,7 +283,7 @@ def test_an_export_has_what_was_learned_merged_and_as_peft_has_it(models, tmp_pa
         nats[source] = [nat for row in rows for nat in json.loads(row)['nats']]
     assert nats[out_dir] == pytest.approx(nats[merged], rel=1e-4)
     keys = ['--prompt=ab', '--temperature=0', '--num_samples=1', '--max_new_tokens=8', '--device=cpu']
-    sources = f'--out_dir={out_dir}', f'--model={merged}'
+    sources = f'--out_dir={out_dir}', f'--out_dir={merged}'
     assert len({start('sample.py', source, *keys, '--dtype=float32')[0].stdout for source in sources}) == 1
 
 

@@ -306,7 +306,6 @@ def test_mistakes_are_one_line_on_every_rank(runs, tmp_path):
     folder = f'--init_from={made / "model"}'
     for more, says in (
         (['--init_from=scratch'], 'init_from=scratch, which is no Hugging Face folder'),
-        ([f'--init_from={made / "ddp"}'], 'export'),
         ([folder, '--lora_rank=2'], 'lora_rank=2 with native=True'),
         ([folder, '--tensor_parallel=2', '--block_size=47'], 'tensor_parallel=2 does not divide'),
     ):

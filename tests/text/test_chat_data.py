@@ -35,9 +35,10 @@ from tokenizers import AddedToken, Tokenizer
 from dataset import windows
 from dataset.shards import AS_END
 from evaluation import tasks
-from evaluation.prompts import TransformersLanguage
 from text import chat_rows, conversations, sources
 from text import documents as reading
+from text import tokenizer as tokenizers
+from text.language import TransformersLanguage
 from text.tokenizer import FileTokenizer
 
 CHATS = [
@@ -461,7 +462,7 @@ def test_no_text_becomes_a_control_token_in_training_or_in_asking_whatever_flags
     with_flags(folder, FLAGS[flags][0], **FLAGS[flags][1])
     encoder, _ = encoder_of(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    language, asks = TransformersLanguage(tokenizer, folder), tasks.TransformersEncoder(tokenizer)
+    language, asks = TransformersLanguage(tokenizer, folder), TransformersLanguage(tokenizer, folder)
     controls = ['<|im_start|>', '<|im_end|>'] + ['<s>'] * ('special' not in FLAGS[flags][1])  # no template writes <s>
     controls = tokenizer.convert_tokens_to_ids(controls)
 
@@ -678,19 +679,49 @@ def test_few_bad_rows_are_no_warning(chatml, tmp_path):
     assert result.stdout.count('noisy') == 1  # of the validation split
 
 
-def test_conversations_without_a_template_get_one_line_with_the_way_out(tmp_path):
+def test_conversations_that_no_template_can_write_get_one_line_with_the_way_out(chatml, tmp_path):
     rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in many_chats(9)])
-    plain = make_tokenizer(tmp_path / 'plain')
-    for tokenizer in ('bytes', 'bpe', plain):
-        error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={tokenizer}')
-        assert re.search(f'tokenizer={tokenizer} .*chat template', error)
-        assert '--tokenizer=models/' in error and '--chat=False' in error
+    error = error_of(tmp_path, f'--dataset={rows}', '--tokenizer=bpe')
+    assert re.search('tokenizer=bpe .*--tokenizer=out/RUN .*--chat=False', error)
     broken = make_tokenizer(tmp_path / 'broken', '{% for message in %}')
     assert 'chat template cannot' in error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={broken}')
+    (tmp_path / 'mine.jinja').write_text('{% for message in %}')
+    for name, expected in (('none', 'none.jinja'), ('mine', 'chat template cannot')):
+        keys = f'--tokenizer={chatml}', f'--chat_template={tmp_path}/{name}.jinja'
+        assert expected in error_of(tmp_path, f'--dataset={rows}', *keys)
     assert not (tmp_path / 'data').exists()
     prepare(tmp_path, f'--dataset={rows}', '--tokenizer=bytes', '--chat=False', '--val_fraction=0')
     texts = documents_of(tmp_path / 'data' / 'rows-bytes', 'train')
     assert texts[1] == '\n'.join(text for turn in list(many_chats(9))[1] for text in turn)
+
+
+def test_conversations_get_a_default_template_where_the_tokenizer_has_none(tmp_path):
+    """What is learned stands in 【 】. A text that spells a control token stays a text."""
+    turns = [('system', 'Be kind.'), ('user', 'Hi?'), ('assistant', 'Hello <|endoftext|>.')]
+    rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)}] * 3)
+    (tmp_path / 'text.txt').write_text('some words in a text, and more words in it\n' * 40)
+    prepare(tmp_path, f'--dataset={tmp_path}/text.txt', '--name=text', '--vocab_size=280')  # a BPE that reserves turns
+    letters = 'Be kind.\n\nUser: Hi?\n\nAssistant:【 Hello <|endoftext|>.<|endoftext|>】'
+    chatml = '<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n【Hello <|endoftext|>.<|im_end|>】'
+    for tokenizer, said, expected in (
+        ('bytes', 'turns in letters', letters),
+        (make_tokenizer(tmp_path / 'plain', eos='<s>'), 'ChatML', chatml),  # whose turns it has
+        (tmp_path / 'data' / 'text', 'ChatML', chatml),
+    ):
+        keys = f'--dataset={rows}', f'--name={Path(tokenizer).name}-chats', f'--tokenizer={tokenizer}'
+        printed = prepare(tmp_path, *keys, '--val_fraction=0').stdout
+        assert f'{tokenizer} has no chat template: conversations are written as {said}' in printed
+        assert expected in printed, printed
+        dataset = tmp_path / 'data' / f'{Path(tokenizer).name}-chats'
+        (template,) = meta_of(dataset)['chat_templates'].values()
+        eot = tokenizers.tokenizer_of(dataset).eot
+        assert (tokens_of(dataset, 'train') == eot).sum() == (3 if tokenizer == 'bytes' else 0)  # not of the text
+        # the same template, from a file
+        (tmp_path / 'mine.jinja').write_text(template)
+        again = keys[0], f'--name={dataset.name}-again', keys[2], f'--chat_template={tmp_path}/mine.jinja'
+        prepare(tmp_path, *again, '--val_fraction=0')
+        again = dataset.with_name(f'{dataset.name}-again')
+        assert np.array_equal(tokens_of(again, 'train'), tokens_of(dataset, 'train'))
 
 
 def test_rows_all_of_which_are_bad_end_in_one_line_with_the_reasons(chatml, tmp_path):

@@ -8,9 +8,9 @@ import pytest
 import transformers
 from chats import CHATML, QWEN3, encoder_of, make_tokenizer, messages_of
 
-from huggingface.finetune import keep_templates
 from text.chat_rows import conversation_of
 from text.conversations import digest_of, fold_system_messages, template_of, templates_of, templates_of_data
+from text.templates import write_templates
 
 
 def put(folder, default, **others):
@@ -66,7 +66,7 @@ def test_the_name_of_a_template_is_no_path(name, tmp_path):
         templates_of(tmp_path / 'model')
     (tmp_path / 'run' / 'model').mkdir(parents=True)
     with pytest.raises(ValueError, match='the name of a chat template: found '):
-        keep_templates(tmp_path / 'run' / 'model', {'default': 'a', name: 'b'})
+        write_templates(tmp_path / 'run' / 'model', {'default': 'a', name: 'b'})
     assert not [*(tmp_path / 'run').rglob('*PWNED*')] and not [*tmp_path.glob('PWNED*')]
 
 

@@ -18,9 +18,9 @@ from launch import SHARED
 from prepared import error_of
 from tokenizers import Tokenizer, processors
 
-from evaluation import prompts, tasks
 from text import encoding
 from text.documents import Piece
+from text.language import OwnLanguage, TransformersLanguage
 from text.tokenizer import (
     END_OF_TEXT,
     FileTokenizer,
@@ -338,7 +338,7 @@ def test_a_model_without_tokenizer_is_named_with_the_command_that_checks_it(data
 
 
 def test_a_vocabulary_below_all_bytes_is_an_error():
-    with pytest.raises(ValueError, match='at least 257'):
+    with pytest.raises(ValueError, match='at least 259'):
         describe('bpe', 256)
 
 
@@ -566,7 +566,7 @@ def test_a_dataset_without_the_bos_of_the_model_is_noted(with_bos, tmp_path):
 def test_tasks_of_a_run_begin_as_its_documents_do(with_bos, hugging_face_folder):
     for folder, bos, prefix in ((with_bos, [600], 600), (hugging_face_folder, [], 0)):
         tokenizer = load_tokenizer(str(folder))
-        encoder, plain = tasks.NativeEncoder(tokenizer), tokenizer.encode('a b')
+        encoder, plain = OwnLanguage(tokenizer), tokenizer.encode('a b')
         assert encoder.prefix == prefix
         assert encoder.encode(['a b']) == [bos + plain] and encoder.encode(['a b'], special=False) == [plain]
 
@@ -578,7 +578,7 @@ def test_an_end_that_the_tokenizer_puts_behind_a_text_is_not_part_of_a_task(with
     tokenizer.save(str(with_bos / 'tokenizer.json'))
     theirs = load_transformers_tokenizer(with_bos)
     assert theirs('a b').input_ids[-1] == 0
-    assert tasks.TransformersEncoder(theirs).encode(['a b']) == [theirs('a b').input_ids[:-1]]
+    assert TransformersLanguage(theirs, with_bos).encode(['a b']) == [theirs('a b').input_ids[:-1]]
 
 
 def test_ids_in_the_gaps_of_an_encoding_are_decoded_as_unknown():
@@ -592,5 +592,5 @@ def test_ids_in_the_gaps_of_an_encoding_are_decoded_as_unknown():
 def test_a_model_of_whole_documents_reads_a_text_behind_the_end_of_another():
     tokenizer = load_tokenizer('bytes')
     for windows, begin in (('documents', [tokenizer.eot]), ('stream', []), (None, [])):
-        assert tasks.NativeEncoder(tokenizer, windows).encode(['ab']) == [[*begin, *b'ab']]
-        assert prompts.OwnLanguage(tokenizer, windows).prompt_of('ab').ids == [*begin, *b'ab']
+        language = OwnLanguage(tokenizer, windows)
+        assert language.encode(['ab']) == [language.prompt_of('ab').ids] == [[*begin, *b'ab']]

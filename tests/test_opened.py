@@ -1,0 +1,183 @@
+"""Every kind of model by every script that opens one, under one name; and what a run still knows when its data, or what
+it began with, are others or gone."""
+
+import json
+import re
+import shutil
+
+import pytest
+from launch import TINY_MODEL, TINY_RUN, fork_script, refusals
+from outputs import as_of_step, assert_same_weights, column
+from pretrained import save_model, write_chats
+
+KEYS = [*TINY_RUN, '--dtype=float32', '--batch_size=4', '--block_size=64', '--global_batch_size=4', '--max_iters=4']
+KEYS += ['--eval_interval=4', '--checkpoint_interval=2', '--keep_checkpoints=3']
+OWN = [*TINY_MODEL[:4], '--dataset=text']
+# {name: (script, keys)}; {} stands for the folder of all.
+RUNS = {
+    'llama': ('train_ddp.py', [*OWN, '--arch=llama']),
+    'documents': ('train_ddp.py', [*TINY_MODEL[:4], '--arch=enoki', '--dataset=bytes', '--windows=documents']),
+    'experts': ('train_ddp.py', [*OWN, '--arch=qwen3', '--n_experts=4', '--experts_per_token=2']),
+    'chat': ('train_ddp.py', ['--init_from={}/llama', '--dataset=chats']),
+    'pairs': ('train_dpo.py', ['--init_from={}/chat', '--dataset=pairs']),
+    'tuned': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats']),
+    'lora': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--lora_rank=2']),
+    'native': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--native=True']),
+}
+EXPORTS = {f'{name}_exported': name for name in ('llama', 'documents', 'chat', 'lora')}  # the second has model.py in it
+KINDS = [*RUNS, *EXPORTS, 'folder', 'earlier']  # the last: a run of a version that kept no language
+OF_CHATS = {'chat', 'pairs', 'tuned', 'lora', 'native', 'chat_exported', 'lora_exported', 'folder'}
+ANSWERED = {}  # {kind: the ids that sample.py has drawn at temperature 0}
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    """A folder with all kinds of models, and in data/ what they were made of."""
+    place = tmp_path_factory.mktemp('models')
+    (place / 'text.txt').write_text(''.join(f'{n} sheep and {n} goats are {2 * n} animals.\n' for n in range(2000)))
+    write_chats(place / 'chats.jsonl')
+    with open(place / 'pairs.jsonl', 'w') as file:
+        for line in (place / 'chats.jsonl').read_text().splitlines():
+            question, answer, *_ = json.loads(line)['messages']
+            worse = {**answer, 'content': 'no'}
+            file.write(json.dumps({'prompt': [question], 'chosen': [answer], 'rejected': [worse]}) + '\n')
+    (place / 'tasks.jsonl').write_text('{"context": "12 sheep and", "continuation": "12 goats"}\n')
+    (place / 'asked.jsonl').write_text('{"prompt": "q7", "answer": "0", "max_new_tokens": 4}\n')
+    save_model(place / 'folder', 'llama')
+
+    def prepare(name, source, *keys):
+        command = f'--dataset={place}/{source}', f'--name={name}', f'--data_dir={place}/data', '--val_fraction=0.1'
+        return fork_script('prepare_data.py', *command, *keys)[0].stdout
+
+    def train(name):
+        script, keys = RUNS[name]
+        keys = [key.replace('{}', str(place)) for key in keys]
+        fork_script(script, *KEYS, f'--data_dir={place}/data', *keys, f'--out_dir={place}/{name}')
+
+    prepare('text', 'text.txt', '--vocab_size=300')
+    prepare('bytes', 'text.txt', '--tokenizer=bytes')
+    prepare('folder_chats', 'chats.jsonl', f'--tokenizer={place}/folder')
+    train('llama')
+    said = prepare('chats', 'chats.jsonl', f'--tokenizer={place}/llama')
+    assert f'{place}/llama has no chat template: conversations are written as ChatML' in said
+    for name in ('documents', 'experts', 'chat', 'tuned', 'lora', 'native'):
+        train(name)
+    assert 'no chat template' not in prepare('pairs', 'pairs.jsonl', '--pairs', f'--tokenizer={place}/chat')
+    train('pairs')
+    for name, run in EXPORTS.items():
+        fork_script('export_model.py', f'--out_dir={place}/{run}', f'--to={place}/{name}')
+    shutil.copytree(place / 'llama', place / 'earlier')
+    shutil.rmtree(place / 'earlier' / 'model')
+    return place
+
+
+def sample(place, kind, *keys):
+    """(the ids that are drawn at temperature 0, what is printed)."""
+    common = '--num_samples=1', '--temperature=0', '--max_new_tokens=8', '--show_ids', '--dtype=float32'
+    (ended,) = fork_script('sample.py', f'--out_dir={place}/{kind}', *common, '--device=cpu', *keys)
+    return json.loads(re.search(r'ids of the text: (\[.*\])', ended.stderr)[1]), ended.stdout
+
+
+def evaluate(place, kind, *keys, nproc=1):
+    results = place / f'{kind}_{nproc}_{"".join(keys).translate({47: "_"})[-20:]}.jsonl'
+    command = 'evaluate.py', f'--out_dir={place}/{kind}', f'--results={results}', '--dtype=float32', '--device=cpu'
+    fork_script(*command, *keys, nproc=nproc)
+    return json.loads(results.read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_each_kind_is_sampled_and_scored_as_what_it_was_made_of(place, kind):
+    """An export and the run that it was made of answer alike, and so does a run of an earlier version by its data."""
+    asks = ['--prompt=q7', '--chat=True'] if kind in OF_CHATS else ['--prompt=12 sheep']
+    ids, text = ANSWERED[kind] = sample(place, kind, *asks)
+    assert text.strip() and len(ids) <= 8
+    as_text = evaluate(place, kind, f'--tasks={place}/tasks.jsonl')
+    assert 1 < as_text['perplexity'] < 1e40
+    if kind in OF_CHATS:
+        answered = evaluate(place, kind, f'--tasks={place}/asked.jsonl', '--apply_chat_template')
+        assert answered['acc'] in (0, 1)
+    same_as = EXPORTS.get(kind) or {'earlier': 'llama'}.get(kind)
+    if same_as:
+        ours = ANSWERED.get(same_as) or sample(place, same_as, *asks)
+        assert (ids, text) == ours
+        theirs = evaluate(place, same_as, f'--tasks={place}/tasks.jsonl')
+        assert as_text['perplexity'] == pytest.approx(theirs['perplexity'], rel=1e-4)
+
+
+@pytest.mark.parametrize('shard', ['torch', 'manual'])
+@pytest.mark.parametrize('kind', ['documents_exported', 'lora', 'native', 'pairs'])
+def test_two_ranks_that_share_the_weights_score_as_one_does(place, kind, shard):
+    keys = [f'--tasks={place}/tasks.jsonl']
+    alone, shared = evaluate(place, kind, *keys), evaluate(place, kind, *keys, f'--shard={shard}', nproc=2)
+    assert shared['perplexity'] == pytest.approx(alone['perplexity'], rel=1e-4)
+
+
+BEGUN_FROM = [*(name for name in RUNS if name != 'pairs'), 'llama_exported', 'documents_exported', 'earlier']
+
+
+@pytest.mark.parametrize('kind', BEGUN_FROM)
+def test_a_run_begins_with_the_last_validation_loss_of_the_one_it_begins_from(place, kind, tmp_path):
+    made_of = EXPORTS.get(kind) or {'earlier': 'llama'}.get(kind, kind)
+    script, keys = RUNS[made_of]
+    dataset = [key for key in keys if key.startswith(('--dataset', '--windows'))]
+    common = *KEYS, f'--data_dir={place}/data', f'--out_dir={tmp_path}/run', *dataset
+    fork_script(script, *common, f'--init_from={place}/{kind}', '--max_iters=1')
+    begins = column(tmp_path / 'run', 'val_loss')[0]
+    ended = column(place / made_of, 'val_loss')[-1]
+    assert begins == pytest.approx(ended, rel=1e-5 if kind in EXPORTS or kind == 'lora' else 1e-7)
+
+
+def test_a_run_keeps_its_language_when_its_dataset_is_prepared_anew_or_gone(place, tmp_path):
+    """A run of an earlier version refuses to speak with another tokenizer, and says which keys help."""
+    text, away = place / 'data' / 'text', tmp_path / 'data' / 'text'
+    before = sample(place, 'llama', '--prompt=12 sheep')
+    away.parent.mkdir()
+    shutil.move(text, away)
+    earlier = ['sample.py', f'--out_dir={place}/earlier', '--prompt=12 sheep', '--device=cpu']
+    try:
+        for is_gone in (True, False):
+            if not is_gone:
+                command = f'--dataset={place}/chats.jsonl', '--chat=False', '--name=text', '--vocab_size=300'
+                fork_script('prepare_data.py', *command, f'--data_dir={place}/data')
+            assert sample(place, 'llama', '--prompt=12 sheep') == before
+            (line,) = refusals([earlier])
+            assert ('meta.json is missing' if is_gone else 'it was prepared anew') in line, line
+            assert '--data_dir=FOLDER' in line and '--tokenizer=' in line
+            assert sample(place, 'earlier', '--prompt=12 sheep', f'--data_dir={tmp_path}/data') == before
+            fork_script('export_model.py', f'--out_dir={place}/llama', f'--to={tmp_path}/exported_{is_gone}')
+            assert sample(tmp_path, f'exported_{is_gone}', '--prompt=12 sheep') == before
+    finally:
+        shutil.rmtree(text, ignore_errors=True)
+        shutil.move(away, text)
+
+
+@pytest.mark.parametrize('kind', ['chat', 'tuned'])
+def test_a_run_goes_on_without_what_it_began_with(place, kind, tmp_path):
+    out_dir = as_of_step(2, place / kind, tmp_path / 'run')
+    script, keys = RUNS[kind]
+    began_with = place / keys[0].partition('{}/')[2]
+    shutil.move(began_with, tmp_path / 'away')
+    try:
+        keys = [keys[0].replace('{}', str(place)), *keys[1:]]
+        fork_script(script, *KEYS, f'--data_dir={place}/data', *keys, f'--out_dir={out_dir}')
+    finally:
+        shutil.move(tmp_path / 'away', began_with)
+    assert_same_weights(out_dir, place / kind, 4)
+    assert sample(tmp_path, 'run', '--prompt=q7') == sample(place, kind, '--prompt=q7')
+
+
+def test_what_a_model_cannot_be_begun_with_is_said_with_the_command_that_mends_it(place, tmp_path):
+    common = [*KEYS, f'--data_dir={place}/data', f'--out_dir={tmp_path}/run', '--dataset=folder_chats']
+    for more, says in (
+        (
+            ['--init_from={}/lora', '--lora_rank=4'],
+            'lora_rank=4 .*has lora_rank=2: .*`python export_model.py --out_dir=',
+        ),
+        (['--init_from={}/native', '--native=False'], 'native=False .*has native=True'),
+        (['--init_from={}/llama'], 'knows the tokens of .*--tokenizer=.*/llama`'),
+        (['--init_from={}/earlier'], 'knows the tokens of .*--tokenizer=.*/data/text`'),
+        (['--init_from={}/llama', '--dataset=text', '--lora_rank=2'], '`python export_model.py --out_dir='),
+    ):
+        (line,) = refusals([['train_ddp.py', *common, *(key.replace('{}', str(place)) for key in more)]])
+        assert re.search(says, line), line
+    assert not (tmp_path / 'run').exists()
