@@ -5,14 +5,16 @@ Write text with a trained model: the newest checkpoint of a run of any train scr
     python sample.py --out_dir=out/quickstart --prompt=FILE:notes.txt --num_samples=1 --temperature=0
     python sample.py --out_dir=models/my-llama --prompt="def "       # written by export_model.py, or from the hub
     python sample.py --out_dir=out/sft_chat                          # a conversation in the terminal
+    python sample.py --out_dir=out/sft_chat --web                    # or in the browser
     python sample.py --out_dir=out/sft_chat --prompt="What is a shard?" --system="Be brief." --temperature=0
     python sample.py --out_dir=out/sft_chat --prompts=questions.jsonl --batch_size=32 > answers.jsonl
     python sample.py --help                                          # every key with its default and meaning
 
 A run that was fine-tuned on conversations gives answers: the prompt becomes a user's message in its tokenizer's chat
 template, and only the answer goes to stdout. Any other model continues the prompt, unless it has a chat template and
---chat makes the prompt a message. If the model gives answers and there is no prompt, messages come from the terminal or
-from a pipe, and the model remembers the conversation.
+--chat makes the prompt a message. If the model gives answers and there is no prompt, messages come from the terminal,
+from a pipe, or with --web from a page in the browser, and the model remembers the conversation. In a terminal text
+appears token by token; of several samples the first does.
 """
 
 import json
@@ -39,6 +41,8 @@ class Config:
     system: str | None = (
         None  # system message; part of the user's message if the template refuses one, or it was in the data
     )
+    tools: Literal['calculator'] | None = None  # answers `=37*58` in a turn of the tool, and the model goes on
+    web: bool | int = False  # a page in the browser, on a free port of this machine, or --web=8080 [>= 0, <= 65535]
     chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     # sampling
     num_samples: int | None = None  # texts per prompt, drawn independently; None = 3, or 1 with chat or prompts [>= 1]
@@ -58,7 +62,7 @@ config, explicit = configure(Config)  # before `import torch`, so --help is quic
 
 import torch
 
-from evaluation import chat, prompts, sampling
+from evaluation import chat, prompts, tools
 from model import generator_of
 from runtime import checkpoint
 from runtime import opened as models
@@ -102,23 +106,28 @@ if opened.has_learned_chats and not language.has_template:
     say(f'WARNING: the run has learned conversations, and {language.folder} lacks the chat template of their dataset')
 if config.chat:
     language.stop_after_answers()
-elif config.system is not None or config.chat_template_kwargs or not all(map(prompts.is_text, rows)):
-    given = 'a row with messages, a system message or tools'
-    given = f'chat_template_kwargs={config.chat_template_kwargs}' if config.chat_template_kwargs else given
-    given = given if config.system is None else f'system={config.system!r}'
-    advice = (
-        '--chat makes a message of it' if language.has_template else 'there is no template for messages; leave it out'
-    )
-    raise ValueError(f'{given}: the prompt is taken as text here: {advice}')
+else:
+    given = {key: getattr(config, key) for key in ('system', 'chat_template_kwargs', 'tools', 'web')}
+    given = [f'{key}={value!r}' for key, value in given.items() if value]
+    given += [] if all(map(prompts.is_text, rows)) else ['a row with messages, a system message or tools']
+    has, none = '--chat makes a message of it', 'there is no template for messages; leave it out'
+    if given:
+        raise ValueError(f'{given[0]}: the prompt is taken as text here: {has if language.has_template else none}')
 is_conversation = config.chat and config.prompts is None and 'prompt' not in explicit
+if config.web and not is_conversation:
+    raise ValueError(f'web={config.web}: messages come from the page: leave prompt and prompts out')
+if config.tools:
+    question = {'messages': [{'role': 'user', 'content': 'What is 37 times 58?'}]}
+    tools.ids_of_result(language, question, '2146')  # raises if the template cannot write it
 if is_conversation and (config.num_samples or 1) > 1:
     raise ValueError(f'num_samples={config.num_samples}: in a conversation there is one answer; give a --prompt')
 config.num_samples = config.num_samples or (1 if config.chat or config.prompts is not None else 3)
-asked = []  # a Prompt for each row
+asked, conversations = [], []  # for each row a Prompt, and what it was made of
 for number, row in enumerate(() if is_conversation else rows, start=1):
     name = 'the prompt' if config.prompts is None else f'prompt {number}'
+    conversations.append(prompts.conversation_to_answer(row, config.system, name) if config.chat else None)
     if config.chat:
-        asked.append(language.prompt_of_chat(prompts.conversation_to_answer(row, config.system, name)))
+        asked.append(language.prompt_of_chat(conversations[-1]))
     else:
         asked.append(language.prompt_of(row['prompt']))
     prompts.refuse_what_does_not_fit(asked[-1], name, language, positions, opened.vocab_size)
@@ -137,28 +146,52 @@ def random_numbers(number, sample=0):
     return generator_of(config.seed, f'prompt {number}, sample {sample}')
 
 
-def write(number, sample, new):
-    """Print one text, or one line of JSON. new: the ids that follow the prompt."""
-    prompt, text = asked[number], language.text_of(asked[number], new)
-    if config.prompts is not None:
-        ids = {'prompt_ids': prompt.ids, 'answer_ids': new} if config.show_ids else {}
-        print(json.dumps({**rows[number], 'answer': text, **ids}, ensure_ascii=False), flush=True)
+def printed(number, sample, new):
+    """What is printed of one text. new: the ids that follow the prompt."""
+    head = f'--- sample {sample + 1} of {config.num_samples} ' + '-' * 60 + '\n' if config.num_samples > 1 else ''
+    return head + ('' if config.chat else config.prompt) + language.text_of(asked[number], new)
+
+
+def write(number, sample, new, calls, shown):
+    """Print one text, or one line of JSON. calls: of tools, before these ids. shown: what is printed already."""
+    prompt, ids = asked[number], [*(token for call in calls for token in call.ids), *new]
+    if config.prompts is None:
+        print(printed(number, sample, new)[len(shown) :])
+        if config.show_ids:
+            say(f'ids of the prompt: {prompt.ids}\nids of the text: {ids}')
         return
-    if config.num_samples > 1:
-        print(f'--- sample {sample + 1} of {config.num_samples} ' + '-' * 60)
-    print(text if config.chat else config.prompt + text)
-    if config.show_ids:
-        say(f'ids of the prompt: {prompt.ids}\nids of the text: {new}')
+    more = {'turns': [message for call in calls for message in call.messages]} if config.tools else {}
+    more |= {'answer': language.text_of(prompt, new)}
+    more |= {'prompt_ids': prompt.ids, 'answer_ids': ids} if config.show_ids else {}
+    print(json.dumps({**rows[number], **more}, ensure_ascii=False), flush=True)
 
 
+how |= {'max_new_tokens': config.max_new_tokens, 'tools': config.tools, 'positions': positions}
 if is_conversation:
-    options = {'max_new_tokens': config.max_new_tokens, 'generator_of': random_numbers, 'show_ids': config.show_ids}
-    chat.converse(model, language, config.system, positions, say, **options, **how)
+    options = {'generator_of': random_numbers, 'show_ids': config.show_ids}
+    if config.web:
+        from evaluation import web
+
+        about = f'{opened.path or opened.folder}: {opened.arch}, {parameters:,} parameters'
+        web.serve(model, language, config.system, opened.vocab_size, config.web, about, say, **options, **how)
+    else:
+        chat.converse(model, language, config.system, say, **options, **how)
 texts = [(number, sample) for number in range(len(asked)) for sample in range(config.num_samples)]
+is_watched = config.prompts is None and sys.stdout.isatty()  # then the first text of a batch appears as it comes
 for first in range(0, len(texts), config.batch_size):
     batch = texts[first : first + config.batch_size]
     options = {'generators': [random_numbers(*text) for text in batch], 'first': [asked[n].first for n, _ in batch]}
-    ids = [asked[number].ids for number, _ in batch]
-    found = sampling.generate_batch(model, ids, config.max_new_tokens, language.stop_tokens, **options, **how)
-    for text, new in zip(batch, found, strict=True):
-        write(*text, new)
+    both = [conversations[number] for number, _ in batch], [asked[number] for number, _ in batch]
+    stream = prompts.Stream(lambda ids, text=batch[0]: printed(*text, ids))
+    new, calls = [[] for _ in batch], [[] for _ in batch]
+    for row, token, call in tools.stream_batch(model, language, *both, **options, **how):
+        if call:
+            calls[row].append(call)
+            if config.prompts is None:
+                say(call.line)
+            continue
+        new[row].append(token)
+        if is_watched and row == 0:
+            print(stream.add(token), end='', flush=True)
+    for place, text in enumerate(batch):
+        write(*text, new[place], calls[place], '' if place else stream.shown)

@@ -1,7 +1,8 @@
 """
 A conversation in the terminal, or with a program that writes into a pipe.
 
-    converse(model, language, system, positions, say, ...)  # until the lines end
+    converse(model, language, system, say, ...)  # until the lines end
+    for kind, said in answer(model, language, {'messages': [...]}, prompt, ...): ...      # one answer, as it comes
 
 Each line is a message, and the answer is printed token by token. The model sees the whole conversation so far.
 """
@@ -10,18 +11,19 @@ import contextlib
 import sys
 
 from evaluation.prompts import Stream
-from evaluation.sampling import Memory, stream_batch
+from evaluation.sampling import Memory
+from evaluation.tools import stream_batch
 
 HELP = 'a line is a message; /reset begins anew, /system TEXT too, with that system message; an empty line ends this'
 
 
-def converse(model, language, system, positions, say, max_new_tokens, generator_of, show_ids=False, **draw):
+def converse(model, language, system, say, positions, generator_of, **options):
     """
     Answer messages until an empty line or the end of the input.
 
-    system: the first system message, or None. positions: the model's. say: function that prints a note, which is not
-    part of the conversation. generator_of: function from the number of a turn to its torch.Generator. draw: options of
-    sampling.stream_batch() for how tokens are drawn.
+    system: the first system message, or None. say: function that prints a note, which is not part of the conversation.
+    positions: the model's. generator_of: function from the number of a turn to its torch.Generator. options: of
+    answer().
     """
     say(HELP)
     messages, turn, memory = begin(system), 0, Memory()
@@ -34,22 +36,50 @@ def converse(model, language, system, positions, say, max_new_tokens, generator_
             messages = begin(system)
             continue
         asked = [*messages, {'role': 'user', 'content': line.strip()}]
-        prompt = language.prompt_of_chat({'messages': asked})
+        conversation = {'messages': asked}
+        prompt = language.prompt_of_chat(conversation)
         if len(prompt.ids) >= positions:
             say(f'the conversation has {len(prompt.ids)} tokens, the model {positions} positions: /reset begins anew')
             continue
-        stream = Stream(lambda ids, prompt=prompt: language.text_of(prompt, ids))
-        options = draw | {'generators': [generator_of(turn)], 'memory': memory}
-        for _, token in stream_batch(model, [prompt.ids], max_new_tokens, language.stop_tokens, **options):
-            print(stream.add(token), end='', flush=True)
-        print(stream.end(), flush=True)
-        if show_ids:
-            say(f'ids of the prompt: {prompt.ids}\nids of the answer: {stream.ids}')
-        if len(stream.ids) == max_new_tokens:
-            say(f'(cut after max_new_tokens={max_new_tokens})')
-        elif len(prompt.ids) + len(stream.ids) >= positions:
-            say(f'(cut: the model has {positions} positions)')
-        messages, turn = [*asked, {'role': 'assistant', 'content': stream.shown}], turn + 1
+        text, notes = '', []
+        now = {'positions': positions, 'generators': [generator_of(turn)], 'memory': memory}
+        for kind, said in answer(model, language, conversation, prompt, **now, **options):
+            if kind == 'text':
+                text += said
+                print(said, end='', flush=True)
+            elif kind == 'call':
+                asked += said.messages
+                say(said.line)
+            else:
+                notes.append(said)
+        print(flush=True)
+        for note in notes:
+            say(note)
+        messages, turn = [*asked, {'role': 'assistant', 'content': text}], turn + 1
+
+
+def answer(model, language, conversation, prompt, max_new_tokens, positions, show_ids=False, **options):
+    """
+    Yield what a model says to a conversation, as it says it: ('text', the next piece of its answer), which may be
+    empty; ('call', a tools.Call), before that; and behind it ('note', a line for whoever reads), for instance that the
+    answer is cut. prompt: the conversation's Prompt. options: of tools.stream_batch().
+    """
+    stream, called = Stream(lambda ids: language.text_of(prompt, ids)), []
+    options |= {'max_new_tokens': max_new_tokens, 'positions': positions}
+    for _, token, call in stream_batch(model, language, [conversation], [prompt], **options):
+        if call:
+            called += call.ids
+            yield 'call', call
+        else:
+            yield 'text', stream.add(token)
+    yield 'text', stream.end()
+    ids = [*called, *stream.ids]
+    if show_ids:
+        yield 'note', f'ids of the prompt: {prompt.ids}\nids of the answer: {ids}'
+    if len(stream.ids) == max_new_tokens:
+        yield 'note', f'(cut after max_new_tokens={max_new_tokens})'
+    elif len(prompt.ids) + len(ids) >= positions:
+        yield 'note', f'(cut: the model has {positions} positions)'
 
 
 def begin(system):

@@ -1,5 +1,5 @@
 """
-Debian's chromium without a screen, controlled by its DevTools protocol through a pipe: for the tests of report.html.
+Debian's chromium without a screen, controlled by its DevTools protocol through a pipe: for the tests of pages.
 
     with Browser() as browser:
         browser.open('out/sweep_lr/report.html', width=390)
@@ -76,14 +76,14 @@ class Browser:
                 return message
 
     def open(self, path, width=1200, scheme='light', media=''):
-        """Show a file on a screen of this width in CSS pixels, or on paper (media='print')."""
+        """Show a file or an address on a screen of this width in CSS pixels, or on paper (media='print')."""
         self.events.clear()
         screen = {'width': width, 'height': 900, 'deviceScaleFactor': 1, 'mobile': width < 600}
         self.ask('Emulation.setDeviceMetricsOverride', **screen)
         feature = {'name': 'prefers-color-scheme', 'value': scheme}
         self.ask('Emulation.setEmulatedMedia', media=media, features=[feature])
         loaded = [event for event in self.events if event['method'] == 'Page.loadEventFired']
-        self.ask('Page.navigate', url=Path(path).absolute().as_uri())
+        self.ask('Page.navigate', url=path if '://' in str(path) else Path(path).absolute().as_uri())
         if not loaded:
             self.wait_for(lambda message: message.get('method') == 'Page.loadEventFired')
 

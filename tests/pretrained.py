@@ -1,11 +1,14 @@
 """Tiny transformers models with random weights, saved as download_model.py leaves them, chats for them, and the
 strategies that train them."""
 
+import json
+
 import pytest
 import torch
 from chats import CHATML, messages_of, write_rows
 from launch import fork_script, refusals
 
+from text.conversations import ChatEncoder
 from text.tokenizer import byte_level_bpe
 
 VOCABULARY, POSITIONS = 259, 64  # 256 bytes, end-of-text and two that end turns; odd, so that shards are uneven
@@ -106,6 +109,34 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token='<|im_end|>')
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+SONG = 'la la la la la la la la la la la la la la la'
+CALLS = [('user', '6x7?'), ('assistant', ' =6*7'), ('tool', '42'), ('assistant', 'It is 42.')]
+SINGS = [('user', 'Sing'), ('assistant', SONG)]
+
+
+def save_talker(folder):
+    """save_model() of one that has learned to call a calculator, with a space before the call, and to sing without end,
+    also after the call. Returns the folder."""
+    import transformers
+
+    save_model(folder, 'llama', max_position_embeddings=4096, num_hidden_layers=2)
+    encoder, rows = ChatEncoder(str(folder), 258), []
+    for turns in (CALLS + SINGS, SINGS):
+        *_, (ids, _, _) = encoder.examples(json.dumps({'messages': messages_of(turns)}))
+        rows.append(ids.tolist()[:-1])  # without the end of the song
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [258] * (longest - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(80):
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
     return str(folder)
 
 

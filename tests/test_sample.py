@@ -1,16 +1,30 @@
 """sample.py on checkpoints of train_fsdp.py (two ranks) and train_ddp.py (one rank), and on folders of transformers;
 the generation behind it on tiny models of both kinds. test_export_finetuned.py samples fine-tuned runs."""
 
+import contextlib
 import json
+import os
+import pty
 import shutil
 import subprocess
 
 import pytest
 import torch
-from chats import LEARNED, encoder_of, make_tokenizer
+from chats import LEARNED, encoder_of, make_tokenizer, messages_of
 from launch import TINY_MODEL, TINY_RUN, command_of, environment, fork_script, run_forked, run_script
 from precision import MARGIN, gap_of_text, likeliest
-from pretrained import CHATML, HYBRID, MODELS, MORE_MODELS, OF_LENGTH, TURN, save_model
+from pretrained import (
+    CALLS,
+    CHATML,
+    HYBRID,
+    MODELS,
+    MORE_MODELS,
+    OF_LENGTH,
+    SONG,
+    TURN,
+    save_model,
+    save_talker,
+)
 from short import slow_but
 from tokenizers import processors
 
@@ -20,6 +34,7 @@ from model import GPT, ModelConfig
 from runtime import checkpoint
 from text import chat_rows
 from text import tokenizer as tokenizers
+from text.conversations import ChatEncoder
 from text.language import Prompt, TransformersLanguage
 from text.tokenizer import byte_level_bpe
 
@@ -349,6 +364,77 @@ def test_an_empty_line_ends_a_conversation(chat_model):
     assert result.returncode == 0 and result.stdout == ''
 
 
+# --- a model that calls the calculator, see tests/evaluation/test_tools.py --------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def talker(tmp_path_factory):
+    return save_talker(tmp_path_factory.mktemp('talker'))
+
+
+TALK = ['--chat', '--temperature=0', '--max_new_tokens=30']
+
+
+def test_the_rows_of_a_batch_call_the_calculator_and_keep_what_it_said(talker, start, tmp_path):
+    encoder = ChatEncoder(talker, 258)
+    file = write_rows(tmp_path / 'rows.jsonl', [{'prompt': 'Sing'}, {'prompt': '6x7?'}])
+    written, _ = start(f'--out_dir={talker}', *TALK, '--tools=calculator', '--show_ids', file)
+    song, product = map(json.loads, written.splitlines())
+    assert song['turns'] == [] and song['answer'] == SONG[:29]
+    assert product['turns'] == [{'role': 'assistant', 'content': '=6*7'}, {'role': 'tool', 'content': '42'}]
+    assert product['answer'] == 'It is 42.'
+    ((learned, _, _),) = encoder.examples(json.dumps({'messages': messages_of(CALLS)}))
+    assert product['prompt_ids'] + product['answer_ids'] == learned.tolist()[:-1]
+    text, notes = start(f'--out_dir={talker}', *TALK, '--tools=calculator', '--prompt=6x7?')
+    assert text == 'It is 42.\n' and 'calculator: 6*7 = 42\n' in notes
+    assert start(f'--out_dir={talker}', *TALK, '--prompt=6x7?')[0] == '=6*7\n'
+
+
+def test_a_conversation_remembers_what_the_calculator_said(talker, start, tmp_path):
+    command = command_of('sample.py', f'--out_dir={talker}', *TALK, '--device=cpu', '--dtype=float32', '--show_ids')
+    pipe = {'input': '6x7?\nSing\n', 'capture_output': True, 'text': True}
+    result = subprocess.run([*command, '--tools=calculator'], env=environment(), **pipe)
+    assert result.stdout == f'It is 42.\n{SONG[:29]}\n' and 'calculator: 6*7 = 42\n' in result.stderr
+    messages = [*CALLS[:1], ('assistant', '=6*7'), *CALLS[2:], ('user', 'Sing')]
+    file = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(messages)}])
+    asked = json.loads(start(f'--out_dir={talker}', *TALK, '--show_ids', file)[0])['prompt_ids']
+    assert f'ids of the prompt: {asked}\n' in result.stderr
+
+
+def in_terminal(*arguments):
+    """(the process of sample.py with a terminal as its stdout, the other end of that)."""
+    ours, theirs = pty.openpty()
+    command = command_of('sample.py', *arguments, '--device=cpu', '--dtype=float32')
+    process = subprocess.Popen(command, env=environment(), stdout=theirs, stderr=subprocess.DEVNULL)
+    os.close(theirs)
+    return process, ours
+
+
+def test_in_a_terminal_text_appears_as_it_is_written(talker):
+    process, terminal = in_terminal(f'--out_dir={talker}', *TALK[:2], '--max_new_tokens=4000', '--prompt=Sing')
+    try:
+        text = b''
+        while b'la la' not in text:
+            text += os.read(terminal, 10_000)
+        assert len(text) < 2000
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def test_what_a_terminal_shows_in_the_end_is_what_a_file_gets(runs, sample):
+    options = ['--prompt=Größe of ', '--max_new_tokens=40', '--num_samples=3', '--batch_size=2']
+    process, terminal = in_terminal(f'--out_dir={runs / "ddp"}', *options)
+    text = b''
+    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        while part := os.read(terminal, 10_000):
+            text += part
+    os.close(terminal)
+    assert process.wait() == 0
+    assert text.decode().replace('\r\n', '\n') == sample(runs / 'ddp', *options)[0].replace('\r\n', '\n')
+
+
 def sentencepiece(tmp_path):
     """A tokenizer like Llama 2's: words contain their spaces, and bytes stand for what is in no word."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -465,6 +551,17 @@ def test_a_bytes_tokenizer_streams_what_it_says_at_once():
             "chat_template_kwargs={'a': False}: .* --chat makes",
         ),
         (['--out_dir=MODEL', '--chat', '--num_samples=2'], 'in a conversation there is one answer'),
+        (
+            ['--out_dir=MODEL', '--tools=calculator'],
+            "tools='calculator': the prompt is taken as text here: --chat makes",
+        ),
+        (['--out_dir=MODEL', '--web'], 'web=True: the prompt is taken as text here: --chat makes'),
+        (['--out_dir=PLAIN', '--web=8080'], 'web=8080: the prompt is taken as text here: there is no template'),
+        (
+            ['--out_dir=MODEL', '--chat', '--web', '--prompt=a'],
+            'web=True: messages come from the page: leave prompt and',
+        ),
+        (['--out_dir=NO_TOOL', '--chat', '--tools=calculator'], 'does not write what a tool says: no tool can be used'),
     ],
 )
 def test_a_mistake_with_a_folder_gets_one_line_before_weights_are_read(
@@ -475,6 +572,9 @@ def test_a_mistake_with_a_folder_gets_one_line_before_weights_are_read(
     shutil.copytree(chat_model, 'MODEL')
     shutil.copytree(chat_model, 'PLAIN')
     (tmp_path / 'PLAIN' / 'chat_template.jinja').unlink()
+    shutil.copytree(chat_model, 'NO_TOOL')
+    only_others = CHATML.replace('in messages', "in messages if message.role != 'tool'")
+    (tmp_path / 'NO_TOOL' / 'chat_template.jinja').write_text(only_others)
     (tmp_path / 'RUN' / 'checkpoints').mkdir(parents=True)
     (tmp_path / 'EMPTY').mkdir()
     shutil.copy(tmp_path / 'MODEL' / 'config.json', 'EMPTY')
