@@ -99,6 +99,7 @@ def configure(Config, pass_on=None):
     try:
         check_torch(script.parent / 'requirements.txt')
         files, options = split_arguments(sys.argv[1:], knobs, known, script)
+        plan_ranks(options, knobs)
         for path in files:
             assigned = run_config_file(path, values)
             is_ours = pass_on is None or any(key in knobs and not owner_of(key, script) for key in assigned)
@@ -135,6 +136,17 @@ def configure(Config, pass_on=None):
     for key, value in values.items():
         setattr(config, key, value)
     return config, explicit
+
+
+def plan_ranks(options, knobs):
+    """With --dry_run, let this process be the first of --gpus ranks, on full nodes of at most 8, as plan() in
+    slurm/common.sh does: before config files are read, which may ask for WORLD_SIZE."""
+    given = {key: parse(text, knobs[key], f'--{key}') for key, text in options if key in {'dry_run', 'gpus'} & {*knobs}}
+    ranks = given.get('gpus')
+    if given.get('dry_run') and ranks and 'WORLD_SIZE' not in os.environ:
+        node = max(size for size in range(1, 9) if ranks % size == 0)
+        os.environ |= {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': str(ranks), 'LOCAL_WORLD_SIZE': str(node)}
+        os.environ |= {'MASTER_ADDR': 'none', 'MASTER_PORT': '0'}
 
 
 def complete_console():

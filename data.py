@@ -30,7 +30,7 @@ import torch
 
 from dataset.mixture import SourceOrder, names_in, parse_stages
 from dataset.shuffle import permuted
-from dataset.windows import TOKEN_BYTES, has_split, open_dataset, read_meta
+from dataset.windows import TOKEN_BYTES, Absent, has_split, is_absent, open_dataset, read_meta
 from system.errors import one_line
 
 MAX_EPOCHS = 4  # over a source of a mixture: up to here, repeated text is nearly as good as new (arXiv 2305.16264)
@@ -57,6 +57,7 @@ class Mixture:
         self.is_packed = any(source.is_packed for source in self.sources)
         self.is_chat = any(source.is_chat for source in self.sources)
         self.is_pairs = self.sources[0].is_pairs
+        self.is_absent = any(source.is_absent for source in self.sources)
         self.block_size = self.sources[0].block_size
         self.has_starts = any(source.is_packed and (source.packing or source.is_pairs) for source in self.sources)
         if self.is_packed:
@@ -90,19 +91,23 @@ class Mixture:
 
     def lines(self):
         """The plan in words, for the log."""
-        lines = [source.line for source in self.sources if source.line]
-        if len(self.sources) == 1:
-            return lines
-        for order, (_, shares) in zip(self.orders, self.stages, strict=True):
+        lines, is_mixture = [source.line for source in self.sources if source.line], len(self.sources) > 1
+        for order, (_, shares) in zip(self.orders, self.stages, strict=True) if is_mixture else ():
             in_words = ', '.join(f'{name} {float(share):.4g}' for name, share in shares.items())
             never = 'WARNING: the run ends before: ' if order.first >= self.total else ''
             lines.append(f'{never}from step {order.first // self.global_batch_size}: {in_words}')
+        passes = self.passes()
         for name, source, count in zip(self.names, self.sources, self.counts(self.total), strict=True):
-            passes = count / source.n_windows
-            lines.append(f'{name}: {count:,} samples of {source.n_windows:,} windows, {passes:.2f} epochs')
-            if passes > MAX_EPOCHS:
+            if name not in passes:
+                continue
+            line = f'{name}: {count:,} samples of {source.n_windows:,} windows, {passes[name]:.2f} epochs'
+            is_often = passes[name] > MAX_EPOCHS
+            if is_often and not is_mixture and not self.is_chat:
+                line += f'; after {MAX_EPOCHS} text that is read again teaches little'
+            lines.append(line)
+            if is_often and is_mixture:
                 lines.append(
-                    f'WARNING: {name} is too small for its share: {passes:.1f} epochs, and after {MAX_EPOCHS} '
+                    f'WARNING: {name} is too small for its share: {passes[name]:.1f} epochs, and after {MAX_EPOCHS} '
                     'text that is read again teaches little; give it a smaller share, more text, or fewer --max_iters'
                 )
         return lines
@@ -110,6 +115,15 @@ class Mixture:
     def counts(self, n):
         """How many of the run's first n samples come from each source; int64 (sources,)."""
         return self.orders[bisect.bisect_right([order.first for order in self.orders], n) - 1].counts(n)
+
+    def passes(self):
+        """{name of a source: epochs over it in the whole run}, of those whose size is known and that end."""
+        counted = zip(self.names, self.sources, self.counts(self.total).tolist(), strict=True)
+        return {
+            name: count / source.n_windows
+            for name, source, count in counted
+            if math.isfinite(source.n_windows) and self.names != ['synthetic']
+        }
 
     def epochs(self, n):
         """{'epochs/web': passes over that source in the run's first n samples, ...}; {} of a single dataset."""
@@ -210,8 +224,16 @@ def open_mixture(keys, split):
 
     def open_source(name):
         own = split if split != 'whole' else 'val' if has_split(keys['data_dir'], name, 'val') else 'train'
+        is_planned = keys.get('dry_run') and is_absent(keys['data_dir'], name)
+        is_planned = is_planned and 'simpo_gamma' not in keys  # of train_dpo.py, which counts the pairs
+        if is_planned and keys.get('gpu'):
+            return Absent(os.path.join(keys['data_dir'], name), own, keys['block_size'], keys['vocab_size'])
         options = {'windows': keys['windows'], 'packing': keys.get('packing') is not False}
-        return open_dataset(keys['data_dir'], name, own, keys['block_size'], keys['vocab_size'], **options)
+        try:
+            return open_dataset(keys['data_dir'], name, own, keys['block_size'], keys['vocab_size'], **options)
+        except FileNotFoundError as error:
+            hint = '; the plan for a card, as --gpu=H100, needs no data' if is_planned else ''
+            raise FileNotFoundError(f'{error}{hint}') from None
 
     sources = {name: open_source(name) for name in names_in(stages)}
     first, *others = sources.values()

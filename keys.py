@@ -39,7 +39,10 @@ class Keys:
     permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none [>= 0]
     save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without it
     async_checkpoint = False  # train on while a checkpoint is written: for large models; needs host memory
-    dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
+    dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs, disk, epochs and time, then stop
+    gpu: str | None = None  # dry_run: plan for this card, H100, H200 or A100; the data may be on another machine
+    gpus: int | None = None  # dry_run: plan for this many ranks; None = those that are started [>= 1]
+    measured: str | None = None  # dry_run: take the speed of an earlier run: its out_dir [per job, path]
     # logging [per job]
     wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
     wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
@@ -251,6 +254,7 @@ OF_PAIRS = ('loss_type', 'beta', 'label_smoothing', 'simpo_gamma', 'sft_weight')
 CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
 READ_IF = {
     'train': {
+        'gpu gpus measured': ('with --dry_run', lambda run: run.dry_run),
         'resume': ('without --eval_only', lambda run: not run.eval_only),
         # of train_grpo.py, which has prompts, below
         'eval_interval val_dataset': (

@@ -67,7 +67,7 @@ class TokenDataset:
     packing               whether windows of whole pieces hold as many as fit; False = a window for each piece
     """
 
-    is_packed = is_chat = is_pairs = False
+    is_packed = is_chat = is_pairs = is_absent = False
     line = None  # for the log
     padding = 0.0  # share of the positions of all windows
     longest = 0  # tokens of the longest conversation
@@ -149,6 +149,34 @@ class TokenDataset:
                 self._copy_tokens(int(start), sample)
                 digest.update(sample)
         return digest.hexdigest()[:16]
+
+
+class Absent(TokenDataset):
+    """A split that is not on this machine, for a plan of a run elsewhere: nobody knows more of it than its name says,
+    as fineweb-10BT-gpt2 does. It counts as text in full windows; n_tokens and n_windows may be inf."""
+
+    is_absent = True
+
+    def __init__(self, name, split, block_size, vocab_size):
+        self.name, self.split, self.block_size, self.packing, self.eot = name, split, block_size, True, None
+        self.fingerprint = name
+        size = re.search(r'-(\d+)BT\b', name)  # of the hub's samples: tokens of GPT-2, in billions
+        self.n_tokens = int(size[1]) * 10**9 if size else math.inf
+        self.n_windows = self.n_tokens // block_size if size else math.inf
+        tokenizer = re.search(r'-(?:(gpt2)|(bytes)|bpe(\d+))$', name)
+        if not vocab_size and not tokenizer:
+            raise ValueError(
+                f'{name} is not on this machine, and its name does not say how many tokens its vocabulary has: give '
+                'that, as in --vocab_size=50304'
+            )
+        self.vocab_size = vocab_size or int(tokenizer[3] or (GPT2_VOCAB_SIZE if tokenizer[1] else 257))
+        known = f'some {size[1]}B tokens, by its name' if size else 'how many tokens it has is not known'
+        self.line = f'{name} is not on this machine: {known}'
+
+
+def is_absent(data_dir, dataset):
+    """Whether there is nothing of that name, neither prepared nor as text."""
+    return dataset != 'synthetic' and not (Path(data_dir, dataset).exists() or Path(dataset).exists())
 
 
 class PackedDataset(TokenDataset):

@@ -11,16 +11,19 @@ import math
 from expert_manual import rows_of_experts
 from layout import FP32, Layout, counted
 from optim import UPDATES, moments_of
+from planning.layouts import RESERVED_GB
 from planning.memory import held, memory_bytes, plans, totals, while_writing
 from planning.rules import rule_rows
 from planning.sizes import empty_model
+from planning.step_time import GPUS
 from planning.traffic import sent
 
 
-def dry_run(config, shape, world_size, strategy='ddp', filled=1.0):
+def dry_run(config, shape, world_size, strategy='ddp', filled=1.0, card=None):
     """
     The text that --dry_run prints. shape: to_dict() of the ModelConfig or of the Pretrained. filled: the share of
-    positions that hold no padding. Raises ValueError as memory_bytes() and micro_steps() do.
+    positions that hold no padding. card: one of step_time.GPUS, whose memory is put beside. Raises ValueError as
+    memory_bytes() and micro_steps() do.
     """
     config = {**config, **shape}
     model = empty_model(config)
@@ -59,11 +62,16 @@ def dry_run(config, shape, world_size, strategy='ddp', filled=1.0):
     memory |= columns([totals(parts) for parts in parts_by_stage])
     if 'num_generations' in config:
         memory |= columns([{'while it writes, at most': while_writing(ranks[0])}])
+    if card:
+        memory[f'of an {card.upper()}'] = f'{GPUS[card].gb:8.3f}'
     dtypes = config['dtype'] + (f' and {config["matmul_dtype"]}' if config.get('matmul_dtype') else '')
     blocks = 'compiled' if ranks[0].activations.is_compiled else 'uncompiled'
     device = config['device'].partition(':')[0]
     run_in_words = f'{strategy}, {counted(world_size, "rank")}, {dtypes}, device={device}, {blocks}'
     lines += section(f'memory per rank at the peak of a step, in GB ({run_in_words})', memory)
+    most = max(totals(parts)['total on the device'] for parts in parts_by_stage)
+    if card and most > (GPUS[card].gb - RESERVED_GB) * 1e9:
+        lines.append(f'  WARNING: it does not fit: {out_of_memory_advice(config, world_size, strategy)}')
     sent_by_stage = [sent(plan) for plan in ranks]
     if layout.stage > 1:
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', columns(sent_by_stage))

@@ -114,11 +114,14 @@ class Run:
         config = self.config
         if config.dry_run:
             if self.rank == 0:
-                from planning import report
+                from planning import hours, report
 
                 print(*self.notes, sep='\n')
-                facts = self.shape.to_dict(), self.layout.ranks, self.strategy, self.train_data.filled
-                print(report.dry_run(vars(config), *facts))
+                card, ranks = hours.card_of(vars(config)), self.layout.ranks
+                facts = self.shape.to_dict(), ranks, self.strategy, self.train_data.filled
+                print(report.dry_run(vars(config), *facts, card))
+                node = processes.local_world_size()
+                print(*hours.lines(vars(config), self.strategy, ranks, node, self.train_data, card), sep='\n')
             sys.exit()
         frozen = f' ({config.frozen_dtype} where they are not trained)' if config.frozen_dtype else ''
         if self.strategy != 'deepspeed':  # there a JSON may say otherwise, and the engine is asked
@@ -206,9 +209,18 @@ def start_process(config):
     if not config.eval_only:
         stopping.catch_signals()  # from here on they only ask to save and stop, as soon as that is possible
     rank, local_rank, world_size = processes.ranks_from_environment()
+    is_elsewhere = config.dry_run and config.gpu is not None
+    if config.dry_run and config.gpus not in (None, world_size):
+        raise ValueError(
+            f'gpus={config.gpus}, and the plan is for {world_size}: give --gpus on the command line, without torchrun'
+        )
+    if is_elsewhere and config.device == 'cpu':
+        raise ValueError(f'gpu={config.gpu} with device=cpu: leave one of them out')
+    if is_elsewhere and config.device == 'auto':
+        config.device = 'cuda'
     # With dry_run a login node without GPUs may plan for a node that has them.
     device = devices.choose_device(config.device, local_rank, must_exist=not config.dry_run)
-    compute_dtype = devices.choose_dtype(config.dtype, device)
+    compute_dtype = devices.choose_dtype(config.dtype, device, is_elsewhere)
     if device.type == 'cuda':
         devices.configure_allocator()
     else:
@@ -238,6 +250,8 @@ def open_data(run):
     if run.pretrained or run.start:
         config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
     train, val = run.train_data, run.val_data
+    if train.is_absent or (val and val.is_absent):  # its own line says so
+        return
     line = f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens'
     if val:
         line += f', {val.n_tokens:,} validation tokens'

@@ -101,7 +101,8 @@ def fill_compile(run):
     is_fused = config.optimizer in ('adamw', 'sgd') and config.optimizer_dtype == 'float32'  # torch's own: not compiled
     if updates_on_host and not is_fused:
         compiled_for.add('cpu')
-    if config.compile and not all(map(devices.has_compiler, compiled_for)):
+    is_elsewhere = vars(config).get('gpu') and config.dry_run
+    if config.compile and not is_elsewhere and not all(map(devices.has_compiler, compiled_for)):
         config.compile = False
         run.notes.append(
             'compile: no C compiler is found (CXX or g++ for what a CPU computes, CC or gcc for a GPU): '
@@ -187,6 +188,11 @@ def fill_length(run):
     elif len(train_data.sources) > 1:
         raise ValueError(
             f'num_epochs={config.num_epochs}: sources of a mixture have epochs of their own; use --max_iters'
+        )
+    elif math.isinf(train_data.n_windows):
+        raise ValueError(
+            f'num_epochs={config.num_epochs}: dataset={config.dataset} is not on this machine, and its name does not '
+            'say how many tokens it has: give --max_iters'
         )
     else:
         config.max_iters = iterations_of_epochs(config.num_epochs, train_data.n_windows, config.global_batch_size)

@@ -137,7 +137,7 @@ argument() {
 
 # Keys that leave the result of a run as it is, or make it longer.
 SAME_RESULT=' resume eval_interval eval_sequences eval_iters eval_tasks eval_tasks_interval eval_tasks_limit eval_tasks_chat eval_only log_interval trace_step trace_memory
- checkpoint_interval keep_checkpoints keep_best patience checksum_interval permanent_interval save_errors async_checkpoint dry_run
+ checkpoint_interval keep_checkpoints keep_best patience checksum_interval permanent_interval save_errors async_checkpoint dry_run gpu gpus measured
  wandb_log wandb_project wandb_group wandb_run_name tensorboard_log data_dir trust_remote_code
  max_iters num_epochs device compile deterministic activation_checkpointing timeout_s stop_before_end_s max_failures max_bad_steps strategy fsdp_impl zero_stage
  context_parallel context_impl tensor_parallel expert_parallel pipeline_stages pipeline_chunks replicate_size cpu_offload accumulate blocks_per_unit prefetch outer_on_host plan verify exchange quorum grace_s

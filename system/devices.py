@@ -100,16 +100,17 @@ def refuse_old_driver():
                 ) from None
 
 
-def choose_dtype(dtype, device):
+def choose_dtype(dtype, device, is_elsewhere=False):
     """torch dtype of the computation from the key `dtype`; 'auto' is bfloat16 if the device has it in hardware,
-    otherwise float32.
+    otherwise float32. is_elsewhere: the device is none of this machine.
 
     Raises ValueError for bfloat16 on a GPU that would only emulate it.
     """
     import torch
 
     if device.type == 'cuda':  # if planning for a GPU that is not here, assume bfloat16: every one since 2020 has it
-        has_bfloat16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        is_elsewhere = is_elsewhere or not torch.cuda.is_available()
+        has_bfloat16 = is_elsewhere or torch.cuda.is_bf16_supported(including_emulation=False)
         if dtype == 'bfloat16' and not has_bfloat16:
             raise ValueError(f'{torch.cuda.get_device_name(device)} has no bfloat16: --dtype=float16, or float32')
     else:

@@ -207,7 +207,7 @@ def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explai
 
 
 PATHS = {  # keys that name files or folders, by script; all train scripts have one row
-    'train': {'out_dir', 'data_dir', 'init_from', 'eval_tasks', 'exchange', 'deepspeed_config', 'prompts'},
+    'train': {'out_dir', 'data_dir', 'init_from', 'eval_tasks', 'exchange', 'deepspeed_config', 'prompts', 'measured'},
     'prepare_data': {'dataset', 'data_dir', 'tokenizer', 'chat_template', 'verify'},
     'sample': {'out_dir', 'data_dir', 'tokenizer', 'prompts'},
     'evaluate': {'out_dir', 'data_dir', 'tokenizer', 'tasks', 'results', 'samples'},
@@ -451,6 +451,7 @@ def test_each_number_of_a_script_has_a_range_and_what_is_outside_is_refused_in_o
 FSDP, DILOCO = 'train_fsdp.py', 'train_diloco.py'
 READ = {
     FSDP: {
+        'gpu=H100 gpus=8 measured=out/x': ({'dry_run': True}, {}),
         'resume=never': ({}, {'eval_only': True}),
         'eval_interval=7 val_dataset=x': ({}, {'eval_sequences': 0}),
         'checkpoint_interval=7 permanent_interval=7 save_errors=continue async_checkpoint=True': (

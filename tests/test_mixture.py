@@ -239,7 +239,8 @@ def test_the_plan_names_epochs_and_what_is_too_small(sources):
     assert '480 samples of 46 windows, 10.43 epochs' in lines[5]
     assert re.match(r'WARNING: books .* 10.4 epochs, .*\b4 ', lines[6])
     assert not any('WARNING' in line for line in open_planned(sources, 'web:0.7,code:0.3').lines())
-    assert open_planned(sources, 'web').lines() == []
+    web = open_planned(sources, 'web')
+    assert web.lines() == [f'web: 1,200 samples of {web.n_windows:,} windows, {1200 / web.n_windows:.2f} epochs']
     late = open_planned(sources, 'web', ((200, 'code'),)).lines()
     assert re.match('WARNING: .* step 200: code 1$', late[1])
 
