@@ -501,7 +501,10 @@ READ = {
         ),
         'epsilon=0.1 epsilon_high=0.1': ({'num_iterations': 2}, {}),
         'dataset=x data_dir=x dataset_stages=((1,),) val_dataset=x windows=documents eval_interval=9 '
-        'eval_sequences=9 eval_iters=9 global_batch_size=9 loss_spike_guard=True': ({'prompts': []}, {'prompts': ['a.jsonl']}),
+        'eval_sequences=9 eval_iters=9 global_batch_size=9 loss_spike_guard=True': (
+            {'prompts': []},
+            {'prompts': ['a.jsonl']},
+        ),
     },
     DILOCO: {
         'error_feedback=True': ({'exchange_dtype': 'int8'}, {}),
