@@ -34,6 +34,7 @@ class Config:
     protocol: Literal['harness', 'core'] = 'harness'  # score by lm-evaluation-harness, or by CORE (DCLM)
     num_fewshot: int | None = None  # solved examples before each item; None = as many as the task says, often 0 [>= 0]
     limit: int | None = None  # use only this many items of each task, the first ones [>= 1]
+    reward: str | None = None  # FILE.py:FUNCTION of yours judges answers to prompts, too: docs/grpo.md [path]
     apply_chat_template = False  # write items and examples as messages, with the tokenizer's chat template
     chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     results: str | None = None  # file to which the scores are appended; None = results.jsonl in out_dir [path]
@@ -58,6 +59,7 @@ config, explicit = configure(Config)  # before `import torch`, so --help is quic
 import fsdp
 import fsdp_manual
 from evaluation import in_run
+from evaluation.reward import open_reward
 from layout import make_mesh
 from runtime import begin, checkpoint
 from runtime import opened as models
@@ -110,7 +112,10 @@ collectives.on_rank_0(append_result, None)  # fail now, not after all the work
 # --- REQUESTS: read all tasks now, so that a mistake in the last one is found early -----------------------------------
 options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protocol')}
 options['as_chat'] = config.apply_chat_template
+own_reward = options['reward'] = open_reward(config.reward) if config.reward else None
 evaluated = in_run.Evaluation(config.tasks, language, window, pretrained, config.batch_size, device, **options)
+if own_reward and not any(task.form == 'prompt' for task in evaluated.tasks):
+    raise ValueError(f'reward={config.reward}: it judges what is written to prompts, and the tasks have none')
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 raw_model = opened.empty(compute_dtype, device, window)
@@ -147,6 +152,8 @@ def say(line):
 
 where = f'{window} tokens; {world_size} x {device.type}'
 say(f'{path or config.out_dir}: {opened.arch}, {parameters:,} parameters, {where}')
+for note in evaluated.notes:
+    say(note)
 if rounded_away:
     say(rounded_away)
 if pretrained and pretrained.frozen_rounding != 'float32':
@@ -160,7 +167,8 @@ def write_samples(task, found):
     with open(os.path.join(config.samples, f'{task.name}.jsonl'), 'w', encoding='utf-8') as file:
         for item, item_results in zip(task.items, found, strict=True):
             if task.form == 'prompt':
-                row = {'prompt': plain(item.pairs[0][0]), 'answer': item.rule.answers, **item_results}
+                answers = {'answer': item.rule.answers} if item.rule else {}
+                row = {'prompt': plain(item.pairs[0][0]), **answers, **item_results}
             else:
                 nats, greedy = zip(*item_results, strict=True)
                 pairs = [(plain(context), answer) for context, answer in item.pairs]
@@ -176,6 +184,7 @@ for file, (task, numbers, line, found) in zip(config.tasks, evaluated.run(model,
         row = {'task': task.name, 'model': config.out_dir, 'step': step, 'num_fewshot': task.num_fewshot}
         row |= {'protocol': task.protocol, 'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.')}
         row |= {'chat_template': True} if config.apply_chat_template else {}
+        row |= {'reward_function': config.reward, 'reward_sha256': own_reward.sha256} if own_reward else {}
         append_result({**row, 'sha256': sha256_of(file), **numbers})
         if config.samples:
             write_samples(task, found)

@@ -27,7 +27,7 @@ class Config(Keys, TaskKeys, ShardingKeys):
     prompts = []  # task files with prompts, as evaluate.py reads them: tasks/a.jsonl,b.jsonl [result, per job, path]
     prompts_chat = False  # write prompts by the chat template of init_from, as evaluate.py's apply_chat_template
     num_fewshot: int | None = None  # solved examples before prompts and eval_tasks; None = as the file says [>= 0]
-    reward: str | None = None  # which score of a row's rule; None = its only one; gsm8k has two: flexible_extract
+    reward: str | None = None  # a score of the rule, None = its only one; or FILE.py:FUNCTION of yours [result, path]
     prompts_per_step = 32  # of all ranks: more = less noise [>= 1]
     num_generations = 8  # answers to each prompt, which are compared with each other [>= 2]
     max_new_tokens: int | None = None  # of an answer; None = as the rows say, or 256 [>= 1]

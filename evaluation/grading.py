@@ -190,7 +190,7 @@ def gold_of(name, pattern, answer, place):
         if (number := number_alone(answer)) is None:
             raise ValueError(
                 f'{place}: the answer {answer[-60:]!r} is no number, or more than one; rule=number compares a number '
-                'alone, such as -1,000.5, 3/4, 1e3, $7 or 50%: leave words and units out, or take another rule'
+                'alone, such as -1,000.5, 3/4, 1e3, $7 or 50%: leave words and units out, or name another "rule"'
             )
         return number
     if name == 'gsm8k':

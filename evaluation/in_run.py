@@ -9,8 +9,10 @@ import math
 import time
 
 import torch
+import torch.distributed as dist
 
 from evaluation import generating, scoring
+from evaluation.reward import RewardError, is_function, open_reward
 from evaluation.sampling import NotFinite, not_finite
 from evaluation.tasks import read_task, requests_of, scores_of, scores_of_answers
 from huggingface import finetune
@@ -25,16 +27,18 @@ class Evaluation:
     encoder: one of evaluation.tasks. window: how many tokens the model sees. pretrained: the model's
     finetune.Pretrained, or None. batch_size: requests per rank and forward pass. tokens_at_once: of answers more are
     written at once, if they and their prompts have no more tokens than that. ranks_per_batch: how many ranks compute
-    each batch together. as_chat: write the items with the tokenizer's chat template. options: for tasks.read_task().
-    Raises ValueError for a bad row, and for a choice or a prompt that is longer than the window.
+    each batch together. as_chat: write the items with the tokenizer's chat template. reward: a Reward, by which prompts
+    are judged, too. options: for tasks.read_task(). Raises ValueError for a bad row, and for a choice or a prompt that
+    is longer than the window.
     """
 
     def __init__(
         self, files, encoder, window, pretrained, batch_size, device, tokens_at_once=0, ranks_per_batch=1,
-        as_chat=False, **options,
+        as_chat=False, reward=None, **options,
     ):  # fmt: skip
         chat = encoder.chat if as_chat else None
-        self.tasks = [read_task(file, chat=chat, **options) for file in files]
+        self.tasks = [read_task(file, chat=chat, reward=reward, **options) for file in files]
+        self.reward, self.notes = reward, [task.note for task in self.tasks if task.note]
         names = [task.name for task in self.tasks]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two files of tasks are called {twice[0]}: their scores would have one name; rename one')
@@ -59,7 +63,7 @@ class Evaluation:
 
         The model may be wrapped or sharded, and is put into eval mode meanwhile. Scores that are not finite are left
         out. bars: draw a progress bar for each task. beat: called before each forward pass. Raises NotFinite if a
-        score would be made of what is not finite."""
+        score would be made of what is not finite, and RewardError."""
         raw_model, was_training = unwrapped(model), model.training
         for task, requests in zip(self.tasks, self.requests, strict=True):
             began, bar = time.perf_counter(), task.name if bars else None
@@ -84,8 +88,7 @@ class Evaluation:
             longest = max(len(prompt.tokens) + prompt.max_new_tokens for prompt in prompts)
             at_once = max(self.batch_size, self.tokens_at_once // longest)
             texts = generating.write_answers(model, prompts, self.encoder, at_once, self.device, bar, beat)
-            judged = [item.rule.judge(text) for item, text in zip(task.items, texts, strict=True)]
-            judged = collectives.on_rank_0(lambda: judged)  # a time limit may have ended the work of one rank alone
+            judged = self.judged(task.items, texts)
             found = [{'written': text, **scores} for text, scores in zip(texts, judged, strict=True)]
             return found, scores_of_answers(judged)
         config = unwrapped(model).config
@@ -98,6 +101,20 @@ class Evaluation:
         if bad:
             raise not_finite(f'{bad[0]}, and {len(bad) - 1:,} more of {len(nats):,} items: log-likelihoods are', model)
         return found, scores_of(task, requests, nats, greedy)
+
+    def judged(self, items, texts):
+        """[{name of a score: value} of the text to each item], each judged on one rank: a reward may take long, and a
+        time limit may end the work of one rank alone."""
+        rank, world_size, problem, judged = dist.get_rank(), dist.get_world_size(), None, []
+        try:
+            for item, text in [*zip(items, texts, strict=True)][rank::world_size]:
+                judged.append(item.judge(text, self.reward))
+        except RewardError as error:
+            problem = str(error)
+        collectives.raise_together(problem)
+        of_ranks = [None] * world_size
+        dist.all_gather_object(of_ranks, judged)
+        return [of_ranks[number % world_size][number // world_size] for number in range(len(items))]
 
     def scores(self, model, step, say, at):
         """{'task/score': value} for the metrics of `step`. Calls say(line) for each task, and at('evaluation', step)
@@ -132,9 +149,10 @@ def refuse_tokens_beyond(vocab_size, tasks, requests):
 def tasks_of(keys, layout, language, pretrained, device):
     """The Evaluation of a train script's eval_tasks, in train_grpo.py with as many examples as its prompts have. Raises
     ValueError as Evaluation does."""
+    own = keys.get('reward') if is_function(keys.get('reward')) else None
     tokens_at_once = keys['batch_size'] * keys['block_size']  # where a step has room, their cached keys and values have
     return Evaluation(
         keys['eval_tasks'], language, keys['block_size'], pretrained, keys['batch_size'], device, tokens_at_once,
         ranks_per_batch=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],
-        num_fewshot=keys.get('num_fewshot'),
+        num_fewshot=keys.get('num_fewshot'), reward=own and open_reward(own),
     )  # fmt: skip

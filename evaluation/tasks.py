@@ -8,7 +8,8 @@ Tasks to evaluate a language model on. A task is a file of JSON lines, one item 
     {"prompt": "2 + 3 =", "answer": "5", "stop": ["\\n"], "rule": "number"}            does it write the answer?
 
 What the model writes after a prompt ends with one of the texts "stop", or after "max_new_tokens" (256 if not given).
-grading.py explains "rule" and "pattern", which decide whether it is right.
+grading.py explains "rule" and "pattern", which decide whether it is right. Beside a reward of one's own (reward.py) a
+row with a prompt needs neither answer nor rule. in_our_form() says which rows of other programs are read, too.
 In every form but "text" a row may have a "delimiter" between context and choice (" " if not given), a "description",
 which comes before everything else, and a "group", from which its few-shot examples are taken. Few-shot examples are in
 TASK.fewshot.jsonl beside TASK.jsonl. The first row may have "num_fewshot", the default number of examples, and any row
@@ -32,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 
 from evaluation.grading import Rule
-from text.chat_rows import tools_of
+from evaluation.reward import SCORE
+from text.chat_rows import CHOICES, CONTEXTS, MEDIA, question_of, tools_of
 
 FORMS = {
     'choices': {'context', 'choices', 'gold'},
@@ -46,6 +48,7 @@ OPTIONAL = {'delimiter': str, 'description': str, 'group': str, 'num_fewshot': i
 OF_PROMPTS = {'stop': list, 'rule': str, 'pattern': str, 'max_new_tokens': int}  # also optional
 OTHER_NAMES = dict.fromkeys(('question', 'problem', 'query', 'instruction', 'input'), 'prompt')  # in data for rewards
 OTHER_NAMES |= dict.fromkeys(('ground_truth', 'solution', 'target', 'response', 'output'), 'answer')
+BESIDE_TRUTHS = {'reward_model', 'data_source', 'ability', 'extra_info'}  # of verl: not read, but for a ground_truth
 MAX_NEW_TOKENS = 256  # as in the harness
 FEWSHOT_SEED = 1234  # as in the harness
 
@@ -66,10 +69,17 @@ class Item:
     num_fewshot: int
     chance: float  # score of a guess
     place: str  # file and row, for messages
-    of_chat: dict  # tools and chat_template_kwargs, which only a chat template can write
+    of_chat: dict  # tools, chat_template_kwargs and messages before the prompt, which only a chat template can write
     rule: Rule | None = None  # this and the rest are for prompts only
     stop: tuple = ()
     max_new_tokens: int = MAX_NEW_TOKENS
+    row: str = ''  # all of it as JSON, for a reward of one's own
+    read_as: str = ''  # in words, how a row of another program was read
+
+    def judge(self, text, reward=None):
+        """{name of a score: value} of what the model has written, by the row's rule and by a reward of one's own."""
+        own = {SCORE: reward(text, self)} if reward else {}
+        return own | (self.rule.judge(text) if self.rule else {})
 
 
 class Task(NamedTuple):
@@ -79,6 +89,7 @@ class Task(NamedTuple):
     num_fewshot: int
     protocol: str  # 'harness' or 'core'
     is_chat: bool = False  # the contexts are what a chat template has written
+    note: str = ''  # in words, how its rows were read if they are of another program
 
 
 class Request(NamedTuple):
@@ -99,15 +110,15 @@ class Prompt(NamedTuple):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None):
+def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None, reward=None):
     """The Task in a file.
 
     num_fewshot: how many examples with their answers come before each item; None = as the first row says, or none.
     limit: take only this many items, the first ones. chat: function that writes messages as the text that the model is
-    to answer; None = write plain text. Raises ValueError with the number of a bad row, or if there are too few
-    examples."""
-    path = Path(path)
-    all_items = read_items(path)
+    to answer; None = write plain text. reward: one of one's own, by which prompts are judged. Raises ValueError with
+    the number of a bad row, or if there are too few examples."""
+    path, is_own = Path(path), reward is not None
+    all_items = read_items(path, is_own)
     items = all_items[:limit]
     num_fewshot = items[0].num_fewshot if num_fewshot is None else num_fewshot
     for item in all_items if protocol == 'core' and items[0].form == 'continuation' else ():
@@ -124,14 +135,19 @@ def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None)
         given = f'protocol=core: {path}'
         why = 'has prompts, which its rules do not know' if items[0].form == 'prompt' else 'knows no chat template'
         raise ValueError(f'{given} {why}: use --protocol=harness')
-    examples = examples_of(items, all_items, path, num_fewshot, protocol) if num_fewshot else [[]] * len(items)
+    if reward and items[0].form == 'prompt':
+        reward('', items[0])  # so that its mistakes show before any work
+    examples = [[]] * len(items)
+    if num_fewshot:
+        examples = examples_of(items, all_items, path, num_fewshot, protocol, is_own)
     written = [with_examples(item, shown, chat) for item, shown in zip(items, examples, strict=True)]
     for item, pairs in zip(items, written, strict=True):  # only now, since items may be examples of others
         item.pairs = pairs
-    return Task(path.stem, items[0].form, items, num_fewshot, protocol, bool(chat))
+    ways = '; '.join(dict.fromkeys(item.read_as for item in items if item.read_as))
+    return Task(path.stem, items[0].form, items, num_fewshot, protocol, bool(chat), ways and f'{path}: {ways}')
 
 
-def read_items(path):
+def read_items(path, is_own=False):
     items, name = [], str(path).partition('=')[0]
     if '=' in str(path) and not path.exists():  # NAME=PATH is how prepare_data.py takes it
         raise ValueError(f'{path}: `python prepare_data.py --tasks={path}` first; then --tasks=tasks/{name}.jsonl')
@@ -142,7 +158,7 @@ def read_items(path):
     with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                items.append(item_of(line, f'{path}, row {number}'))
+                items.append(item_of(line, f'{path}, row {number}', is_own))
                 if items[-1].form != items[0].form:
                     forms = f'has {items[-1].form!r}, those before it have {items[0].form!r}'
                     raise ValueError(f'{path}, row {number}: {forms}: one file holds items of one form')
@@ -151,21 +167,27 @@ def read_items(path):
     return items
 
 
-def item_of(line, place):
-    """The Item of a line. place: file and row, for messages. Raises ValueError that says what is wrong with the row."""
+def item_of(line, place, is_own=False):
+    """The Item of a line. place: file and row, for messages. is_own: a reward of one's own judges what is written, so
+    that a prompt needs no answer, and its row may hold whatever that reads. Raises ValueError that says what is wrong
+    with the row."""
     try:
-        row = json.loads(line)
+        given = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f'{place}: not JSON ({error}): {line.strip()[:60]}') from None
+    row, before, read_as = in_our_form(given, place, is_own)
     keys = set(row) if isinstance(row, dict) else set()
     optional = OPTIONAL | OF_PROMPTS if 'prompt' in keys else OPTIONAL
-    form = next((form for form, needed in FORMS.items() if keys - optional.keys() == needed), None)
+    optional = optional | {'answer': object} if 'prompt' in keys and is_own else optional
+    form = next((form for form, needed in FORMS.items() if keys - optional.keys() == needed - optional.keys()), None)
     if form is None:
         forms = ', '.join('+'.join(sorted(needed)) for needed in FORMS.values())
         given = f'has the keys {", ".join(sorted(keys)) or "of no object"}; expected one of {forms}'
-        of_prompt = {key: OTHER_NAMES.get(key, key) for key in keys - OPTIONAL.keys() - OF_PROMPTS.keys()}
+        of_prompt = {key: OTHER_NAMES.get(key, key) for key in sorted(keys - OPTIONAL.keys() - OF_PROMPTS.keys())}
         if sorted(of_prompt.values()) == sorted(FORMS['prompt']):
             given += '; ' + ', '.join(f'rename {key} to {name}' for key, name in of_prompt.items() if key != name)
+        elif keys & {'prompt', 'question'}:
+            given += '; a row without an answer, or with keys of its own, needs a --reward=FILE.py:FUNCTION to read it'
         advice = (
             f'; of a known task, `python prepare_data.py --tasks=NAME={place.partition(", row")[0]}` makes such rows'
         )
@@ -181,14 +203,12 @@ def item_of(line, place):
         if not isinstance(row[key], kind := optional.get(key, str)):
             names = {str: 'a text', int: 'a whole number', float: 'a number such as 0.25', dict: 'an object'}
             expected = names.get(kind, 'a list of objects' if key == 'tools' else 'a list of texts')
-            if key == 'prompt' and isinstance(row[key], list):  # messages
-                expected += (
-                    ', that of the last message, with a system message as the description; --prompts_chat, or '
-                    '--apply_chat_template of evaluate.py, writes them by the chat template'
-                )
             raise ValueError(f'{place}: {key} is {json.dumps(row[key])[:60]}; expected {expected}')
     if form == 'prompt':
-        return item_of_prompt(row, place)
+        item = item_of_prompt(row, place, is_own)
+        if before is not None:
+            item.of_chat['messages'] = before
+        return replace(item, row=json.dumps(given) if is_own else '', read_as=read_as)
     answers = row['choices'] if form == 'choices' else [row.get('continuation', row.get('text'))]
     if '' in answers:
         raise ValueError(f'{place}: an empty {"choice" if form == "choices" else form}, which has no probability')
@@ -216,28 +236,92 @@ def of_chat_in(row, place):
     return {name: value for name, value in found.items() if value}
 
 
-def item_of_prompt(row, place):
+def in_our_form(row, place, is_own=False):
+    """
+    (row, messages before its prompt or None, in words how it was read) of a row with a question and an answer as other
+    programs have them: {"question", "answer"} is GSM8K's, {"prompt": [messages], "ground_truth"} verl's, where the
+    last may also stand in "reward_model". A row that names no rule is judged by its last number. Of any other row it
+    is (the row itself, None, '').
+
+    is_own: a reward of one's own reads the row. Then all keys are allowed, and only those that we know are kept. Raises
+    ValueError for a row that can be read in two ways.
+    """
+    asked = next((key for key in ('prompt', 'question') if isinstance(row, dict) and key in row), None)
+    if asked is None:
+        return row, None, ''
+    truths = {key: row[key] for key in ('answer', 'ground_truth') if key in row}
+    if isinstance(row.get('reward_model'), dict) and 'ground_truth' in row['reward_model']:
+        truths['reward_model.ground_truth'] = row['reward_model']['ground_truth']
+    known = {key: row[key] for key in row if key in OPTIONAL | OF_PROMPTS}
+    is_foreign = asked == 'question' or isinstance(row['prompt'], list) or (truths and 'answer' not in truths)
+    unread = row.keys() - known.keys() - {asked, *truths}
+    if not is_own and (not is_foreign or not truths or unread - BESIDE_TRUTHS):
+        return row, None, ''  # which is ours, or is refused
+    if parts := [key for key in (*MEDIA, *(asked == 'question') * (*CONTEXTS, *CHOICES)) if row.get(key)]:
+        raise ValueError(f'{place}: {asked} stands beside {parts[0]}: write all that the model is to see into "prompt"')
+    if len({json.dumps(truth) for truth in truths.values()}) > 1 and not is_own:
+        raise ValueError(f'{place}: {" and ".join(truths)} differ: leave out what is not the answer')
+    words, before, known['prompt'] = [], None, row[asked]
+    if isinstance(row[asked], list):
+        system, before, known['prompt'] = parts_of_messages(row[asked], place)
+        if system and 'description' in row:
+            raise ValueError(f'{place}: a description beside a system message: leave out one')
+        known |= {'description': system} if system else {}
+        words.append(f'the messages of {asked} as a chat')
+    elif asked == 'question':
+        words.append('question as the prompt')
+    if truths:
+        name, truth = next(iter(truths.items()))
+        is_number = isinstance(truth, int | float) and not isinstance(truth, bool)
+        known['answer'] = str(truth) if is_number and is_foreign else truth
+        words += [f'{name} as the answer'] * (name != 'answer')
+    if is_foreign and not is_own:
+        words += [] if 'rule' in row else ['which the last number has to equal (rule=number)']
+        words += [f'without {", ".join(sorted(unread))}'] if unread else []
+        known.setdefault('rule', 'number')
+    return known, before, words and 'reads ' + ', '.join(words) or ''
+
+
+def parts_of_messages(messages, place):
+    """(text of the system message or None, messages before the last one, text of the last one) of a prompt that is a
+    list of messages."""
+    try:
+        messages = question_of({'prompt': messages})['messages']
+    except ValueError as error:
+        raise ValueError(f'{place}: {error}') from error
+    *before, last = messages
+    if last['role'] != 'user' or not isinstance(last.get('content'), str):
+        raise ValueError(f'{place}: the last message is not a text of the user, who is to be answered')
+    system = before.pop(0)['content'] if before and before[0]['role'] == 'system' else None
+    return system, before, last['content']
+
+
+def item_of_prompt(row, place, is_own=False):
     """The Item of a row with a prompt."""
-    rule, stop = Rule.of(row, place), tuple(row.get('stop', ()))
+    rule = Rule.of(row, place) if not is_own or {'answer', 'rule'} <= row.keys() else None
+    answer, stop = rule.answers[0] if rule else row.get('answer'), tuple(row.get('stop', ()))
     if not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f'{place}: stop is {json.dumps(row["stop"])[:60]}; expected a list of texts')
     if (longest := row.get('max_new_tokens', MAX_NEW_TOKENS)) < 1:
         raise ValueError(f'{place}: max_new_tokens={longest}; expected 1 or more')
     delimiter = row.get('delimiter', ' ')
-    pairs = [(row['prompt'], delimiter + rule.answers[0])]  # with the answer, in case it becomes an example
+    # with the answer, in case it becomes an example
+    pairs = [(row['prompt'], delimiter + answer if isinstance(answer, str) else '')]
     texts = (row.get('group'), row.get('description', ''), delimiter)
     rest = (row.get('num_fewshot', 0), 0.0, place, of_chat_in(row, place), rule, stop, longest)
     return Item('prompt', pairs, [], [], None, *texts, *rest)
 
 
-def examples_of(items, all_items, path, num_fewshot, protocol):
+def examples_of(items, all_items, path, num_fewshot, protocol, has_reward=False):
     """[[Item, ...] shown before each item], chosen as in the harness: for an item with a group, the first examples of
     that group (as in MMLU); for others, examples that are drawn anew for each item. Without a file of examples they are
     drawn from the task's other items, none of which may be the same row once more, with its answer. CORE always does
     that, with a generator that is seeded for each item. Raises ValueError if there are too few."""
     beside = path.with_name(f'{path.stem}.fewshot.jsonl')
     is_own = protocol == 'core' or not beside.exists()
-    examples = all_items if is_own else read_items(beside)
+    examples = all_items if is_own else read_items(beside, has_reward)
+    if silent := next((example.place for example in examples if not example.pairs[0][1]), None):
+        raise ValueError(f'num_fewshot={num_fewshot}: {silent} has no answer to show: use --num_fewshot=0')
     row_of = {id(item): repr(replace(item, place='')) for item in [*examples, *items]}
     pools, copies = collections.defaultdict(list), collections.Counter(row_of[id(example)] for example in examples)
     for example in examples:
@@ -278,8 +362,10 @@ def with_examples(item, shown, chat):
     messages = [{'role': 'system', 'content': item.description}] if item.description else []
     for example in shown:
         context, answer = example.pairs[example.gold or 0]
+        messages += example.of_chat.get('messages', ())
         messages.append({'role': 'user', 'content': context})
         messages.append({'role': 'assistant', 'content': without_delimiter(answer, example)})
+    messages += item.of_chat.get('messages', ())
     asked = list(dict.fromkeys(context for context, _ in item.pairs))  # all choices have the same context
     written = {context: chat([*messages, {'role': 'user', 'content': context}], item.of_chat) for context in asked}
     return [(written[context], without_delimiter(answer, item)) for context, answer in item.pairs]

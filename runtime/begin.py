@@ -195,6 +195,7 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
         from runtime.opened import language_of_run
 
         run.tasks = in_run.tasks_of(vars(config), run.layout, language_of_run(run), run.pretrained, run.device)
+        run.notes += run.tasks.notes
     return run
 
 

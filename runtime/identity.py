@@ -19,9 +19,11 @@ def identity_of(keys, shape, train_data):
     if 'frozen_dtype' in model:  # the dtype may change between bfloat16 and float32 if no weight is rounded by it
         model['frozen_dtype'] = shape.frozen_rounding
     sizes = ('prompts_per_step', 'num_generations') if 'prompts' in keys else ('global_batch_size',)
+    own = train_data.own_reward if 'prompts' in keys else None
     return {
         'model': model,
         'data': train_data.plan(keys['max_iters'], keys['global_batch_size']),
+        **({'reward': own.identity} if own else {}),
         **{key: keys[key] for key in ('optimizer', *sizes, 'seed')},
     }
 
@@ -53,6 +55,13 @@ def check_resume(saved, keys, identity, explicit):
     is_plan = isinstance(was, list) and all(isinstance(part, list) and len(part) == 2 for part in was)
     if was is not None and not (is_plan and all(isinstance(start, int | float) for start, _ in was)):
         raise ValueError('state.json: identity.data is no list of [step, shares]: copy the checkpoint again')
+    if 'prompts' in now and saved['identity'].get('reward') != identity.get('reward'):
+        by = [str(of.get('reward', 'the rules of its rows'))[:60] for of in (saved['identity'], identity)]
+        raise ValueError(
+            f'the checkpoint was trained by another reward, {by[0]}; this run has {by[1]} (reward={now["reward"]}): go '
+            f'on with the file as it was, or use another --out_dir, perhaps with --init_from={keys["out_dir"]}, which '
+            'begins with its weights'
+        )
     was, now_is = ([stage for stage in plan or [] if stage[0] < max(step, 1)] for plan in (was, now_is))
     if was != now_is:
         other = f'this run reads {in_words(now)}'

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from dataset.shuffle import permuted
 from dataset.windows import pack
 from evaluation import generating, in_run, sampling
+from evaluation.reward import RewardError, is_function, open_reward
 from evaluation.tasks import prompts_of, read_task
 from layout import counted
 from model import generator_of
@@ -49,9 +50,10 @@ class Prompts:
     def __init__(self, config, encoder, pretrained):
         self.encoder, self.names, self.sources = encoder, config.prompts, [self]
         chat = encoder.chat if config.prompts_chat else None
-        self.items, self.prompts = [], []  # of each row: what was read, and a tasks.Prompt
+        self.own_reward = open_reward(config.reward) if is_function(config.reward) else None
+        self.items, self.prompts, self.notes = [], [], []  # of each row: what was read, and a tasks.Prompt
         for path in config.prompts:
-            task = read_task(path, config.num_fewshot, chat=chat)
+            task = read_task(path, config.num_fewshot, chat=chat, reward=self.own_reward)
             if task.form != 'prompt':
                 raise ValueError(f'prompts={path}: rows with {task.form}; expected {{"prompt": ..., "answer": ...}}')
             for item in task.items:
@@ -59,15 +61,16 @@ class Prompts:
             requests = prompts_of(task, encoder, config.block_size)
             if pretrained:
                 in_run.refuse_tokens_beyond(pretrained.vocab_size, [task], [requests])
+            self.notes += [task.note] if task.note else []
             self.items += task.items
             self.prompts += [prompt for (prompt,) in requests]
-        self.reward = reward_of(self.items, config.reward)
+        self.reward = config.reward if self.own_reward else reward_of(self.items, config.reward)
         self.n_windows, self.vocab_size = len(self.items) * config.num_generations, None  # sequences of an epoch
         self.per_step = f'{config.prompts_per_step:,} and writes {counted(config.num_generations, "answer")} to each'
         # A row holds at most so many answers, and padding behind them.
         self.n_starts = config.block_size // min(len(prompt.tokens) for prompt in self.prompts) + 1
         self.has_starts = config.packing
-        rows = [(prompt, item.rule) for prompt, item in zip(self.prompts, self.items, strict=True)]
+        rows = [(prompt, item.row or item.rule) for prompt, item in zip(self.prompts, self.items, strict=True)]
         self.fingerprint = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
 
     def plan(self, max_iters, global_batch_size):
@@ -76,8 +79,9 @@ class Prompts:
 
     def lines(self):
         return [
+            *self.notes,
             f'{", ".join(self.names)}: {len(self.items):,} prompts, of which a step takes {self.per_step}, with its '
-            f'{self.reward} as the reward'
+            f'{self.reward} as the reward',
         ]
 
     def epochs(self, n):
@@ -93,7 +97,8 @@ def reward_of(items, wanted):
         wanted = wanted or scores[0]
         if wanted not in scores:
             raise ValueError(
-                f'reward={wanted}: {item.place} has rule={item.rule.name}, which scores {", ".join(scores)}'
+                f'reward={wanted}: {item.place} has rule={item.rule.name}, which scores {", ".join(scores)}; a '
+                'function of yours is --reward=FILE.py:FUNCTION'
             )
     return wanted
 
@@ -154,7 +159,7 @@ def write_groups(model, run, step, beat):
 
     model: without DDP around it, on ranks whose passes need no others (fsdp.gathered). beat: called before each forward
     pass. Compiled models run in eager mode here, since shapes vary. Collective where it ends. Raises ValueError on all
-    ranks if one of them computes what is not finite.
+    ranks if one of them computes what is not finite, or if a reward of one's own fails.
     """
     config, prompts, G = run.config, run.train_data, run.config.num_generations
     of_rank = config.prompts_per_step // run.world_size
@@ -171,7 +176,7 @@ def write_groups(model, run, step, beat):
     try:
         with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
             answers = answers_to(asked, model, prompts, config)
-    except sampling.NotFinite as error:
+    except (sampling.NotFinite, RewardError) as error:
         problem = str(error)
     hook.remove()
     collectives.raise_together(problem)
@@ -202,7 +207,8 @@ def answer_of(prompts, number, ids, stop, stop_tokens):
     ended = ended or any(end in text for end in stop)
     for end in stop:
         text = text.partition(end)[0]
-    reward = float(prompts.items[number].rule.judge(text)[prompts.reward])
+    item, own = prompts.items[number], prompts.own_reward
+    reward = own(text, item) if own else float(item.rule.judge(text)[prompts.reward])
     return Answer(number, ids, text, reward, not ended)
 
 

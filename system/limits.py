@@ -5,7 +5,8 @@ which may backtrack for years.
     with at_most(seconds=1):  # raises OverLimit
         re.search(pattern, text)
 
-What counts is the CPU time of this thread, so that a machine that is busy or was suspended changes nothing.
+What counts is the CPU time of this thread, so that a machine that is busy or was suspended changes nothing. With
+wall=True it is the clock on the wall, for work that may wait for something.
 """
 
 import contextlib
@@ -18,13 +19,14 @@ class OverLimit(BaseException):
 
 
 @contextlib.contextmanager
-def at_most(seconds):
+def at_most(seconds, wall=False):
     """Raise OverLimit in the block when it has computed for so long. Only in the main thread, since no other handles
     signals in Python. `re` and loops in Python look for signals; other C code may not."""
-    until = time.thread_time() + seconds
+    clock = time.monotonic if wall else time.thread_time
+    until = clock() + seconds
 
     def look(number, frame):
-        if time.thread_time() >= until:
+        if clock() >= until:
             raise OverLimit
         signal.setitimer(signal.ITIMER_REAL, 0.1)
 

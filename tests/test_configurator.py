@@ -207,10 +207,20 @@ def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explai
 
 
 PATHS = {  # keys that name files or folders, by script; all train scripts have one row
-    'train': {'out_dir', 'data_dir', 'init_from', 'eval_tasks', 'exchange', 'deepspeed_config', 'prompts', 'measured'},
+    'train': {
+        'out_dir',
+        'data_dir',
+        'init_from',
+        'eval_tasks',
+        'exchange',
+        'deepspeed_config',
+        'prompts',
+        'reward',
+        'measured',
+    },
     'prepare_data': {'dataset', 'data_dir', 'tokenizer', 'chat_template', 'verify'},
     'sample': {'out_dir', 'data_dir', 'tokenizer', 'prompts'},
-    'evaluate': {'out_dir', 'data_dir', 'tokenizer', 'tasks', 'results', 'samples'},
+    'evaluate': {'out_dir', 'data_dir', 'tokenizer', 'tasks', 'results', 'samples', 'reward'},
     'export_model': {'out_dir', 'data_dir', 'to'},
     'download_model': {'model', 'to'},
     'compare': {'out_dir', 'measured', 'links', 'plot', 'output'},

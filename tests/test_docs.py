@@ -28,7 +28,7 @@ SCRIPTS += ['compare.py', 'report.py']
 ROOMS += ('benchmarks',)
 
 # Files that readers make, or that belong to another project.
-THEIRS = {'slurm/local.sh', 'runs.sh', 'train.py', 'table.md', 'console.txt', 'mine.py'}
+THEIRS = {'slurm/local.sh', 'runs.sh', 'train.py', 'table.md', 'console.txt', 'mine.py', 'my_reward.py', 'FILE.py'}
 THEIRS |= {f'{name}.png' for name in 'loss phases memory communication experts ladder rates coordinates'.split()}
 # Flags of other programs.
 FLAGS = {'nnodes', 'nproc_per_node', 'node_rank', 'master_addr', 'master_port', 'standalone', 'local_addr'}  # torchrun

@@ -359,6 +359,26 @@ def test_a_rule_says_what_is_right(row, text, expected):
     assert grading.Rule.of({'prompt': '?', **row, **rule}, 'file, row 1').judge(text) == expected
 
 
+def test_a_function_of_ones_own_judges_what_is_written_beside_the_rule(models, tmp_path):
+    with_rule = write_prompts(tmp_path / 'with_rule.jsonl')
+    rows = [json.loads(line) for line in with_rule.read_text().splitlines()]
+    free = [{key: row[key] for key in ('prompt', 'max_new_tokens')} | {'likes': 'aeiou'} for row in rows]
+    paths = [with_rule, write_rows(tmp_path / 'free.jsonl', free)]
+    (tmp_path / 'own.py').write_text(
+        'def f(text, row):\n    return sum(letter in row.get("likes", "n") for letter in text) / 4'
+    )
+    own = f'--reward={tmp_path}/own.py:f'
+    results, samples, text = evaluate(models['native'][0], paths, tmp_path / 'alone', own)
+    for result, likes in zip(results, ('n', 'aeiou'), strict=True):
+        found = samples[result['task']]
+        rewards = [sum(letter in likes for letter in sample['written']) / 4 for sample in found]
+        assert [sample['reward'] for sample in found] == rewards and result['reward'] == statistics.mean(rewards)
+        assert result['reward_function'] == own.partition('=')[2] and len(result['reward_sha256']) == 64
+    assert 'acc' in results[0] and 'acc' not in results[1] and 'answer' not in samples['free'][0]
+    assert re.search(r'^free: reward \d\.\d{4} ± \d\.\d{4} \(13 items, ', text, re.MULTILINE)
+    assert evaluate(models['native'][0], paths, tmp_path / 'two', own, nproc=2)[:2] == (results, samples)
+
+
 HALF, QUARTERS = Fraction(1, 2), Fraction(3, 4)
 NUMBERS = {  # what a text says with its last number; None if its last digits are of something that is no number
     'minus': {
@@ -526,6 +546,11 @@ def test_examples_and_descriptions_become_messages_where_a_chat_template_is_appl
         n = int(item.rule.answers[0]) - 1
         asked = [start.format(f'{n} + 1 =') for n in (1 - n, n)]
         assert plain(item.pairs[0][0]) == f'{asked[0]}{2 - n}<|im_end|>\n{asked[1]}'
+    # messages that stand in a row
+    said = [('system', 'Answer. '), ('user', 'Is it?\nAnswer:'), ('assistant', 'yes'), ('user', 'Who?\nAnswer:')]
+    talk = {'prompt': [{'role': role, 'content': text} for role, text in said], 'ground_truth': '1'}
+    (item,) = tasks.read_task(write_rows(tmp_path / 'talk.jsonl', [talk]), chat=encoder.chat).items
+    assert plain(item.pairs[0][0]) == system + shown + ask
     # tools and variables of the template stand in a row, or are given to all rows
     loop.tokenizer.chat_template = '{{ tools | map(attribute="function.name") | join }} {{ a }}{{ b }}:'
     asked = {'context': 'x', 'choices': ['he', 'she'], 'gold': 1}
@@ -777,11 +802,10 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
         ({**ASKED, 'stop': ['b', '']}, 'expected a list of texts'),
         ({**ASKED, 'max_new_tokens': 0}, 'max_new_tokens=0; expected 1 or more'),
         ({**ASKED, 'gold': 1}, 'has the keys answer, gold, prompt; expected one of'),
-        ({'question': 'a', 'answer': 'b'}, 'python prepare_data.py --tasks=NAME=.*/bad.jsonl` makes such rows'),
-        ({'question': 'a', 'answer': 'b'}, '; rename question to prompt; of a known task'),
+        ({'question': 'a', 'response': 'b'}, 'python prepare_data.py --tasks=NAME=.*/bad.jsonl` makes such rows'),
+        ({'question': 'a', 'response': 'b'}, '; rename question to prompt, rename response to answer; of a known task'),
         ({'problem': 'a', 'ground_truth': 'b'}, 'rename .*problem to prompt'),
-        ({'prompt': 'a', 'ground_truth': 'b', 'rule': 'exact'}, '; rename ground_truth to answer; '),
-        ({**ASKED, 'prompt': [{'role': 'user', 'content': 'a'}]}, 'expected a text, that of the last .*--prompts_chat'),
+        ({**ASKED, 'prompt': [{'role': 'user', 'content': 'a'}], 'rule': 'exact'}, 'messages are for .*--prompts_chat'),
         (GOOD, "has 'choices', those before it have 'prompt': one file holds items of one form"),
     ],
 )
@@ -816,6 +840,8 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
     results = tmp_path / 'results.jsonl'
     results.write_text('{}\n')
     long = write_rows(tmp_path / 'long.jsonl', [GOOD, {**GOOD, 'choices': ['c', 'x' * 40]}])
+    own = tmp_path / 'own.py'
+    own.write_text('def f(text, row):\n    return {0: 0}[min(len(text), 1)]')
     cases = [
         ([f'--tasks={files[0]},{long}'], 'long.jsonl, row 2: .* 41 tokens.* 32 tokens'),
         ([f'--tasks={files[0]}', '--data_dir=elsewhere'], '--data_dir=FOLDER'),
@@ -827,6 +853,11 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
         (
             [f'--tasks={prompts}', '--block_size=15'],
             r'prompts.jsonl, row \d+: the prompt has \d+ tokens and its answer up to \d, more than the 15 that',
+        ),
+        ([f'--tasks={files[0]}', f'--reward={own}:f'], 'own.py:f: it judges what is written to prompts, and the tasks'),
+        (
+            [f'--tasks={prompts}', f'--reward={own}:f'],
+            'own.py:f: for the answer .* to .*, row .* it raised KeyError: 1',
         ),
         ([f'--tasks={files[0]}', '--apply_chat_template'], 'run/model has no chat template: leave out'),
         ([f'--tasks={tmp_path}'], 'a dataset: `python prepare_data.py --tasks=NAME=.*` makes a file of tasks of it'),

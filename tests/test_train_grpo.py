@@ -51,6 +51,14 @@ RUN += ['--checkpoint_interval=2']
 OF_ANSWERS = 'reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio'.split()
 RIGHT, ENDS = [*'abcdefghijklmnop'], [*'ABCDEFGHIJKLMNOPQRST']  # right has a letter of these before one of those
 TASK = {'answer': RIGHT, 'rule': 'contains', 'stop': ENDS, 'max_new_tokens': LONGEST}
+OWN_REWARD = """
+def vowels(text, row):
+    return sum(letter in row['likes'] for letter in text) - len(text) / 4
+"""
+FAILS = """
+def vowels(text, row):
+    return 1 / (row['prompt'] != '44:' or not text)  # for answers to one prompt, which are of one rank
+"""
 
 
 def rows_of_prompts(n=20):
@@ -66,6 +74,10 @@ def folder(tmp_path_factory):
     write_rows(folder / 'prompts.jsonl', rows_of_prompts())
     write_rows(folder / 'choices.jsonl', [{'context': 'a', 'choices': ['b', 'c'], 'gold': 0}])
     write_rows(folder / 'long.jsonl', [{'prompt': 'a' * BLOCK, **TASK}])
+    free = {'likes': 'aeiou', 'stop': ENDS, 'max_new_tokens': LONGEST}
+    write_rows(folder / 'free.jsonl', [{'prompt': row['prompt'], **free} for row in rows_of_prompts()])
+    for name, function in (('own', OWN_REWARD), ('changed', OWN_REWARD.replace('4', '5')), ('fails', FAILS)):
+        (folder / f'{name}.py').write_text(function)
     answer = {'prompt': 'a', 'answer': '#### 1', 'rule': 'gsm8k', 'max_new_tokens': LONGEST}
     write_rows(folder / 'two.jsonl', [answer])
     return folder
@@ -209,6 +221,7 @@ LORA = ['--lora_rank=4']
 IMAGES = ['--init_from=FOLDER/images']
 FSDP, STAGE_2 = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual', '--zero_stage=2']
 TWICE = ['--num_iterations=2', '--temperature=0.7', '--loss_type=grpo']
+OWN = ['--prompts=FOLDER/free.jsonl', '--reward=FOLDER/own.py:vowels', '--eval_tasks=FOLDER/free.jsonl']
 MASKED = ['--mask_truncated=True', '--scale_rewards=group']
 CASES = {  # name: (ranks, the case that it has to equal, keys)
     'one': (1, None, []),
@@ -220,6 +233,8 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'twice': (1, None, TWICE),
     'masked': (1, None, MASKED),
     'chats': (1, None, ['--prompts_chat=True', '--max_iters=1']),
+    'own reward': (1, None, OWN),
+    'ddp, own reward': (2, 'own reward', OWN),
     'ddp': (2, 'one', []),
     'fsdp': (2, 'one', FSDP),
     'stage 2': (2, 'one', STAGE_2),
@@ -249,6 +264,8 @@ SHORT = [
     'twice',
     'masked',
     'chats',
+    'own reward',
+    'ddp, own reward',
     'ddp',
     'fsdp',
     'stage 2',
@@ -259,7 +276,19 @@ REFUSED = {  # name: (ranks, keys, what the line says)
     'no prompts': (1, ['--prompts=[]'], 'no prompts: name files of tasks'),
     'choices': (1, ['--prompts=FOLDER/choices.jsonl'], 'rows with choices; expected {"prompt"'),
     'long': (1, ['--prompts=FOLDER/long.jsonl'], 'more than the 40 that the model sees'),
-    'score': (1, ['--reward=f1'], 'reward=f1: .*which scores acc'),
+    'score': (1, ['--reward=f1'], 'reward=f1: .*which scores acc; a function of yours is --reward=FILE.py:FUNCTION'),
+    'no function': (1, ['--reward=FOLDER/own.py:f1'], "own.py has no function 'f1'; .*it has vowels"),
+    'a row fails': (
+        2,
+        [*OWN[:1], '--reward=FOLDER/fails.py:vowels', '--max_iters=8'],
+        r'fails.py:vowels: for the answer .* to .*free.jsonl, row 5 it raised ZeroDivisionError: .*line 3',
+    ),
+    'other function': (
+        1,
+        [*OWN, '--reward=FOLDER/changed.py:vowels', '--out_dir=FOLDER/run own reward'],
+        'trained by another reward, vowels, sha256 [0-9a-f]+; this run has vowels, sha256 .*: go on with the file as',
+    ),
+    'rules again': (1, ['--out_dir=FOLDER/run own reward'], 'this run has the rules of its rows .reward=None.: go on'),
     'two scores': (1, ['--prompts=FOLDER/two.jsonl'], 'several scores: name one, --reward=strict_match'),
     'scratch': (1, ['--init_from=scratch'], 'would write noise'),
     'eval_only': (1, ['--eval_only=True'], 'use `python evaluate.py'),
@@ -316,6 +345,15 @@ def test_layouts_are_equal(runs, name):
         assert column(out, fact) == pytest.approx(column(expected, fact), rel=1e-12), fact
     assert_same_run(column(out, 'entropy'), column(expected, 'entropy'), name)
     assert_same_run(column(out, 'grad_norm')[:1], column(expected, 'grad_norm')[:1], name)
+
+
+def test_a_reward_of_ones_own_judges_each_answer_and_the_tasks(runs):
+    out = runs[0]['own reward']
+    answers = [answer for row in rollouts_of(out) for answer in row['answers']]
+    of_text = [sum(letter in 'aeiou' for letter in one['text']) - len(one['text']) / 4 for one in answers]
+    assert [one['reward'] for one in answers] == of_text and len({*of_text}) > 4
+    scored = [row for row in metrics(out) if 'free/reward' in row]
+    assert len(scored) == 2 and not any('free/acc' in row for row in scored)
 
 
 def test_a_run_on_chats_is_known_as_one_afterwards(runs):

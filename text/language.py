@@ -82,7 +82,7 @@ class Language:
                 f'the tokenizer in {self.folder} has no chat template: leave out --apply_chat_template, '
                 '--eval_tasks_chat, --prompts_chat'
             )
-        return self.ask({'messages': messages, **of_chat}, lambda messages: messages[messages[0]['role'] == 'system' :])
+        return self.ask({**of_chat, 'messages': messages}, lambda messages: messages[messages[0]['role'] == 'system' :])
 
     def encode_chats(self, texts):
         """[ids of each text that chat() has written, perhaps with an answer behind it]. The template has written all
