@@ -87,5 +87,13 @@ def run_here(monkeypatch, capsys):
 
 
 @pytest.fixture(scope='session')
+def talker(tmp_path_factory):
+    """The folder of a model that has learned conversations, see save_talker()."""
+    from pretrained import save_talker
+
+    return save_talker(tmp_path_factory.mktemp('talker'))
+
+
+@pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
     return prepare_tiny(tmp_path_factory.mktemp('tiny'))

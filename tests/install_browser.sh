@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Chromium for tests/comparison/test_page.py, from Debian's own packages.
+# Chromium for the tests of pages (tests/browser.py), from Debian's own packages.
 #
 #     bash tests/install_browser.sh      # as root; returns at once when it is there
 #
-# Where it cannot be installed this says why and ends with 1; the test then skips.
+# Where it cannot be installed this says why and ends with 1; they then skip.
 set -euo pipefail
 
 command -v chromium > /dev/null && exit 0

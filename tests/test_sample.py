@@ -23,7 +23,6 @@ from pretrained import (
     SONG,
     TURN,
     save_model,
-    save_talker,
 )
 from short import slow_but
 from tokenizers import processors
@@ -365,11 +364,6 @@ def test_an_empty_line_ends_a_conversation(chat_model):
 
 
 # --- a model that calls the calculator, see tests/evaluation/test_tools.py --------------------------------------------
-
-
-@pytest.fixture(scope='module')
-def talker(tmp_path_factory):
-    return save_talker(tmp_path_factory.mktemp('talker'))
 
 
 TALK = ['--chat', '--temperature=0', '--max_new_tokens=30']

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from chats import CHATML, encoder_of, make_tokenizer, messages_of
-from pretrained import CALLS, SONG, save_talker
+from pretrained import CALLS, SONG
 
 from evaluation import tools
 from huggingface import finetune
@@ -82,15 +82,14 @@ def test_a_template_that_drops_what_a_tool_says_is_refused(tmp_path):
 
 
 @pytest.fixture(scope='module')
-def talker(tmp_path_factory):
-    folder = save_talker(tmp_path_factory.mktemp('talker'))
-    model = finetune.for_generation(finetune.Pretrained(folder), None, torch.float32, 'cpu')
-    return model, TransformersLanguage(load_transformers_tokenizer(folder), folder)
+def opened(talker):
+    model = finetune.for_generation(finetune.Pretrained(talker), None, torch.float32, 'cpu')
+    return model, TransformersLanguage(load_transformers_tokenizer(talker), talker)
 
 
-def said(talker, questions, **options):
+def said(opened, questions, **options):
     """For each question [the line of each call, and the text of the answer], and what the model has read in all."""
-    model, language = talker
+    model, language = opened
     conversations = [{'messages': messages_of([('user', text)])} for text in questions]
     asked = [language.prompt_of_chat(conversation) for conversation in conversations]
     lines, new, read = ([[] for _ in asked] for _ in range(3))
@@ -104,8 +103,8 @@ def said(talker, questions, **options):
     return [[*some, language.text_of(asked[0], ids)] for some, ids in zip(lines, new, strict=True)], read
 
 
-def test_a_model_that_calls_goes_on_behind_the_result_and_keeps_the_ids_that_it_has_drawn(talker):
-    texts, read = said(talker, ['Sing', '6x7?', 'Sing', '6x7?'])
+def test_a_model_that_calls_goes_on_behind_the_result_and_keeps_the_ids_that_it_has_drawn(opened):
+    texts, read = said(opened, ['Sing', '6x7?', 'Sing', '6x7?'])
     assert texts == [[SONG[:29]], ['calculator: 6*7 = 42', 'It is 42.']] * 2
     turns = ' =6*7<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\nIt is 42.'
     spelled = {257: '<|im_start|>', 258: '<|im_end|>'}
@@ -113,11 +112,11 @@ def test_a_model_that_calls_goes_on_behind_the_result_and_keeps_the_ids_that_it_
 
 
 @pytest.mark.parametrize('options', [{'tools': None}, {'max_new_tokens': 5}, {'positions': 45}])
-def test_a_call_is_an_answer_without_tools_or_where_there_is_no_room_to_go_on(talker, options):
-    texts, read = said(talker, ['6x7?'], **options)
+def test_a_call_is_an_answer_without_tools_or_where_there_is_no_room_to_go_on(opened, options):
+    texts, read = said(opened, ['6x7?'], **options)
     assert texts == [['=6*7']] and read == [[*b' =6*7']]
 
 
-def test_an_answer_has_no_more_calls_than_a_limit(talker, monkeypatch):
+def test_an_answer_has_no_more_calls_than_a_limit(opened, monkeypatch):
     monkeypatch.setattr(tools, 'MOST_CALLS', 0)
-    assert said(talker, ['6x7?'])[0] == [['=6*7']]
+    assert said(opened, ['6x7?'])[0] == [['=6*7']]

@@ -13,18 +13,12 @@ from urllib.parse import urlsplit
 import pytest
 from browser import Browser
 from launch import command_of, environment
-from pretrained import save_talker
 
 from evaluation import web
 
 CALL = [{'role': 'assistant', 'content': '=6*7'}, {'role': 'tool', 'content': '42'}]
 ASKED = {'role': 'user', 'content': '6x7?'}
 ANSWERED = [ASKED, *CALL, {'role': 'assistant', 'content': 'It is 42.'}]
-
-
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-    return save_talker(tmp_path_factory.mktemp('talker'))
 
 
 def start(model):
@@ -36,8 +30,8 @@ def start(model):
 
 
 @pytest.fixture(scope='module')
-def address(model):
-    process, address = start(model)
+def address(talker):
+    process, address = start(talker)
     yield address
     process.kill()
     process.wait()
@@ -144,8 +138,8 @@ def test_one_answer_at_a_time_and_the_next_once_the_first_has_been_left(address)
     assert answers[0][0] == 200 and time.monotonic() - begin < 5 * of_200, 'the song went on'
 
 
-def test_ctrl_c_ends_it_in_the_middle_of_an_answer(model):
-    process, address = start(model)
+def test_ctrl_c_ends_it_in_the_middle_of_an_answer(talker):
+    process, address = start(talker)
     try:
         song = begin_song(address)
         process.send_signal(signal.SIGINT)
@@ -262,6 +256,23 @@ def test_what_is_said_is_text_and_no_html(page):
     assert page.run('log.querySelectorAll("img, b").length') == 0 and shown(page)[0].startswith('<img src=x')
     page.run('running?.abort()')
     until(page, '!running')
+
+
+def test_a_foreign_name_for_this_machine_gets_no_page(browser, address):
+    browser.open(address.replace('127.0.0.1', 'evil.localhost'))  # which chromium resolves to 127.0.0.1
+    assert browser.run('document.body.innerText') == 'The address with its key stands in the terminal.'
+
+
+@pytest.mark.parametrize('kind', ['application/json', 'text/plain'])
+def test_a_foreign_page_gets_no_answer_even_with_the_key(browser, address, kind, tmp_path):
+    (tmp_path / 'foreign.html').write_text('<!doctype html><title>foreign</title>')
+    browser.open(tmp_path / 'foreign.html')
+    headers = {'Content-Type': kind} | ({'X-Key': address.partition('key=')[2]} if kind != 'text/plain' else {})
+    options = json.dumps({'method': 'POST', 'headers': headers, 'body': json.dumps(QUESTION)})
+    target = address.partition('?')[0] + 'answer'
+    browser.run(f'fetch("{target}", {options}).then(() => document.title = "read", () => document.title = "refused")')
+    until(browser, 'document.title != "foreign"')
+    assert browser.run('document.title') == 'refused'
 
 
 def test_the_slider_is_the_temperature(page):
