@@ -112,7 +112,9 @@ else:
     given += [] if all(map(prompts.is_text, rows)) else ['a row with messages, a system message or tools']
     has, none = '--chat makes a message of it', 'there is no template for messages; leave it out'
     if given:
-        raise ValueError(f'{given[0]}: the prompt is taken as text here: {has if language.has_template else none}')
+        raise ValueError(
+            f'{given[0]}: a text is continued here, not answered: {has if language.has_template else none}'
+        )
 is_conversation = config.chat and config.prompts is None and 'prompt' not in explicit
 if config.web and not is_conversation:
     raise ValueError(f'web={config.web}: messages come from the page: leave prompt and prompts out')

@@ -547,10 +547,10 @@ def test_a_bytes_tokenizer_streams_what_it_says_at_once():
         (['--out_dir=MODEL', '--chat', '--num_samples=2'], 'in a conversation there is one answer'),
         (
             ['--out_dir=MODEL', '--tools=calculator'],
-            "tools='calculator': the prompt is taken as text here: --chat makes",
+            "tools='calculator': a text is continued here, not answered: --chat makes",
         ),
-        (['--out_dir=MODEL', '--web'], 'web=True: the prompt is taken as text here: --chat makes'),
-        (['--out_dir=PLAIN', '--web=8080'], 'web=8080: the prompt is taken as text here: there is no template'),
+        (['--out_dir=MODEL', '--web'], 'web=True: a text is continued here, not answered: --chat makes'),
+        (['--out_dir=PLAIN', '--web=8080'], 'web=8080: a text is continued here, not answered: there is no template'),
         (
             ['--out_dir=MODEL', '--chat', '--web', '--prompt=a'],
             'web=True: messages come from the page: leave prompt and',
