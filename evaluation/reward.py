@@ -85,6 +85,7 @@ def open_reward(given):
     source = Path(path).read_bytes()
     module = types.ModuleType('own_reward')
     module.__file__ = path
+    sys.modules[module.__name__] = module  # dataclasses and pickle look there
     try:
         exec(compile(source, path, 'exec'), vars(module))
     except (Exception, SystemExit) as error:

@@ -254,7 +254,7 @@ def in_our_form(row, place, is_own=False):
         truths['reward_model.ground_truth'] = row['reward_model']['ground_truth']
     known = {key: row[key] for key in row if key in OPTIONAL | OF_PROMPTS}
     is_foreign = asked == 'question' or isinstance(row['prompt'], list) or (truths and 'answer' not in truths)
-    unread = row.keys() - known.keys() - {asked, *truths}
+    unread = row.keys() - known.keys() - {asked, *(name.partition('.')[0] for name in truths)}
     if not is_own and (not is_foreign or not truths or unread - BESIDE_TRUTHS):
         return row, None, ''  # which is ours, or is refused
     if parts := [key for key in (*MEDIA, *(asked == 'question') * (*CONTEXTS, *CHOICES)) if row.get(key)]:
@@ -274,12 +274,13 @@ def in_our_form(row, place, is_own=False):
         name, truth = next(iter(truths.items()))
         is_number = isinstance(truth, int | float) and not isinstance(truth, bool)
         known['answer'] = str(truth) if is_number and is_foreign else truth
-        words += [f'{name} as the answer'] * (name != 'answer')
+        words += [f'{name} as the answer'] if name != 'answer' and not is_own else []
+    read_as = f'reads {", ".join(words)}' if words else ''
     if is_foreign and not is_own:
-        words += [] if 'rule' in row else ['which the last number has to equal (rule=number)']
-        words += [f'without {", ".join(sorted(unread))}'] if unread else []
+        read_as += '' if 'rule' in row else '; judges by the last number (rule=number)'
+        read_as += f'; leaves out {", ".join(sorted(unread))}' if unread else ''
         known.setdefault('rule', 'number')
-    return known, before, words and 'reads ' + ', '.join(words) or ''
+    return known, before, read_as
 
 
 def parts_of_messages(messages, place):

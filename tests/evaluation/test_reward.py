@@ -91,6 +91,11 @@ def test_what_names_no_function_says_what_was_expected(tmp_path):
         (tmp_path / f'{name}.py').write_text(text)
         with pytest.raises(ValueError, match=f'reward=.*{name}.py:a: the file raised {why}'):
             open_reward(f'{tmp_path}/{name}.py:a')
+    classes = (
+        'from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    b: int = 1\n'
+    )
+    (tmp_path / 'classes.py').write_text(f'{classes}def a(text, row):\n    return A().b')
+    assert open_reward(f'{tmp_path}/classes.py:a').function('', {}) == 1
     assert [rewards.is_function(given) for given in (None, 'acc', 'a.py:b', 'a.py')] == [False, False, True, True]
 
 
@@ -110,7 +115,7 @@ ASK, SYSTEM = [{'role': 'user', 'content': 'Q'}], {'role': 'system', 'content': 
 TALK = [SYSTEM, *ASK, {'role': 'assistant', 'content': 'A'}, {'role': 'user', 'content': 'Q2'}]
 OF_VERL = {'data_source': 'openai/gsm8k', 'prompt': ASK, 'ability': 'math', 'extra_info': {'index': 0}}
 OF_VERL |= {'reward_model': {'style': 'rule', 'ground_truth': '18'}}
-LAST = 'which the last number has to equal (rule=number)'
+LAST = '; judges by the last number (rule=number)'
 
 
 def read(folder, rows, **options):
@@ -126,10 +131,10 @@ def as_text(messages, of_chat):
 @pytest.mark.parametrize(
     ('row', 'prompt', 'words'),
     [
-        ({'question': 'Q', 'answer': '9 + 9 = 18\n#### 18'}, 'user: Q', f'question as the prompt, {LAST}'),
-        ({'question': 'Q', 'answer': 18}, 'user: Q', f'question as the prompt, {LAST}'),
-        ({'prompt': 'Q', 'ground_truth': '18'}, 'user: Q', f'ground_truth as the answer, {LAST}'),
-        ({'prompt': ASK, 'answer': '18'}, 'user: Q', f'the messages of prompt as a chat, {LAST}'),
+        ({'question': 'Q', 'answer': '9 + 9 = 18\n#### 18'}, 'user: Q', f'question as the prompt{LAST}'),
+        ({'question': 'Q', 'answer': 18}, 'user: Q', f'question as the prompt{LAST}'),
+        ({'prompt': 'Q', 'ground_truth': '18'}, 'user: Q', f'ground_truth as the answer{LAST}'),
+        ({'prompt': ASK, 'answer': '18'}, 'user: Q', f'the messages of prompt as a chat{LAST}'),
         (
             {'prompt': TALK, 'ground_truth': '18', 'rule': 'exact'},
             'system: S user: Q assistant: A user: Q2',
@@ -138,8 +143,8 @@ def as_text(messages, of_chat):
         (
             OF_VERL,
             'user: Q',
-            f'the messages of prompt as a chat, reward_model.ground_truth as the answer, {LAST}, without ability, '
-            'data_source, extra_info, reward_model',
+            f'the messages of prompt as a chat, reward_model.ground_truth as the answer{LAST}; leaves out ability, '
+            'data_source, extra_info',
         ),
     ],
 )
