@@ -21,6 +21,7 @@ after_step() themselves.
 import contextlib
 import functools
 import gc
+import math
 from typing import NamedTuple
 
 import torch
@@ -123,7 +124,7 @@ class Watch:
         self.save_run, self.also_log = save, also_log or dict
         self.checksum_interval = checksum_interval
         stopping.count_start(config.out_dir, self.first_step, config.max_failures)
-        self.stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, say)
+        self.stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, say, self.when_it_stops)
         self.saver = checkpoint.Saver(
             config.out_dir, config.keep_checkpoints, config.async_checkpoint, say,
             config.permanent_interval, config.save_errors,
@@ -154,6 +155,16 @@ class Watch:
             self.log.row(0, self.with_totals(0, self.evaluated(0)))
             if self.best.is_now(0):
                 save(0)
+
+    def when_it_stops(self, asked):
+        """In words, when a signal that comes now ends the run. asked: how often the ranks have agreed so far, which is
+        once before the first step and once after each; with DiLoCo where a round ends, in a pool at an exchange."""
+        config, inner_steps = self.config, vars(self.config).get('inner_steps')
+        step = self.first_step + asked + 1
+        if inner_steps:
+            step = math.ceil(self.watchdog.step / inner_steps) * inner_steps
+        at = f'step {min(step, config.max_iters)}' if self.run.strategy != 'pool' else 'the next exchange'
+        return f'stopping after {at}' + (', then saving' if config.keep_checkpoints else '; no checkpoints are kept')
 
     # --- in a step ----------------------------------------------------------------------------------------------------
 

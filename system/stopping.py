@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from system.files import read_json, remove_if_there, write_file
 
 INTERRUPTIONS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # end a run that nobody planned to cut into parts
 STOP_FILE, END_OF_JOB = 65, 66  # reasons other than a signal; signals have smaller numbers
+AGAIN_AFTER_S = 2  # a second Ctrl-C counts after this time, since torchrun hands the first one on to its ranks, too
 received = []  # the signals that this process has received, in order
 
 
@@ -67,19 +69,24 @@ def job_of_process(cgroup='/proc/self/cgroup'):
 class StopRequest:
     """A request to stop early: a signal to any rank, the file STOP in out_dir, or the end of the Slurm job's time.
 
-    All ranks make one and call agreed() at the same step boundaries. A run that stops early leaves the file PREEMPTED,
-    which holds the step.
+    All ranks make one and call agreed() at the same step boundaries. What a rank sees during a step it tells the others
+    at the end of it, and all of them stop at the end of the next one: so nobody waits for an answer. A run that stops
+    early leaves the file PREEMPTED, which holds the step.
     """
 
-    def __init__(self, out_dir, stop_before_end_s=0, say=print):
+    def __init__(self, out_dir, stop_before_end_s=0, say=print, when=None):
         """stop_before_end_s: how many seconds before the end of the job's time to stop, in order to save; 0 = ignore
-        the job's time. say: called on rank 0 with a line that says when that will be."""
+        the job's time. say: called on rank 0 with a line that says when that will be. when: called on each signal with
+        how often agreed() has been called; returns in words when the run will stop. None = nothing is said."""
         import torch.distributed as dist
 
         catch_signals(more=[signal.SIGINT])
         self.out_dir, self.stop_file = out_dir, os.path.join(out_dir, 'STOP')
         self.rank, self.looked_at, self.reason = dist.get_rank(), -math.inf, ''
         self.exit_code = 0  # of a run that ended with end()
+        self.say, self.when, self.asked = say, when, 0
+        if when:
+            self._answer_signals()
         self.stops_at, self.met_at, self.between = math.inf, time.monotonic(), 0.0
         if self.rank == 0:
             left = end_of_slurm_job() - time.time() if stop_before_end_s else math.inf
@@ -97,6 +104,7 @@ class StopRequest:
         now: ask all ranks now and wait for their answers, for ranks that meet rarely. These also have to stop if the
         job's time would be over before they meet again.
         """
+        self.asked += 1
         flag, work = self.exchange
         work.wait()  # it was sent one step ago, so it has long arrived
         if now and not flag.item():
@@ -112,6 +120,33 @@ class StopRequest:
         elif not now:
             self._send()
         return bool(cause)
+
+    def _answer_signals(self):
+        """Say at once what a signal will do, and end the process at a second Ctrl-C. In a thread, to which Python's
+        handler in C writes: other handlers wait until the main thread is back from a kernel or a collective."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+        def answer():
+            first = {}  # number of a signal: when it came first
+            while numbers := os.read(reading, 1):
+                number, now = numbers[0], time.monotonic()
+                if number not in first:
+                    first[number] = now
+                    more = '; Ctrl-C again ends it now' if number == signal.SIGINT else ''
+                    if 'TORCHELASTIC_RUN_ID' in os.environ and number in INTERRUPTIONS:
+                        more += '; torchrun ends it after 30 s'
+                    self._tell(f'{signal.Signals(number).name}: {self.when(self.asked)}{more}')
+                elif number == signal.SIGINT and now - first[number] > AGAIN_AFTER_S:
+                    self._tell('ended by a second Ctrl-C, without saving: the same command goes on from what is saved')
+                    os._exit(128 + number)
+
+        threading.Thread(target=answer, name='signals', daemon=True).start()
+
+    def _tell(self, line):
+        if self.rank == 0:
+            self.say(line)
 
     def _send(self):
         """Start an all-reduce of what the ranks have seen."""

@@ -176,6 +176,47 @@ def test_a_signal_to_all_ranks_at_once_is_one_request(tmp_path):
     check_stopped(job, tmp_path / 'run', r'rank \d got SIGUSR1')
 
 
+SLOW_STEPS = ['--batch_size=2', '--global_batch_size=512', '--eval_sequences=0', '--log_interval=1']
+
+
+def interrupt(job, times=1):
+    """Ctrl-C in a terminal: all ranks get it, and a moment later once more, from torchrun."""
+    for number in range(times):
+        time.sleep(number and stopping.AGAIN_AFTER_S + 0.5)
+        for pid in job.ranks() * 2:
+            faults.send(pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    'strategy, keys, step', [('ddp', [], 3), ('diloco', ['--num_replicas=2', '--inner_steps=4'], 4)]
+)
+def test_ctrl_c_says_at_once_after_which_step_the_run_will_have_saved_and_ended(tmp_path, strategy, keys, step):
+    SCRIPTS['diloco'] = ('train_diloco.py', [])
+    job = start(strategy, tmp_path / 'run', *SLOW_STEPS, *keys)
+    job.wait_for(lambda: 'step      1/' in job.text())
+    interrupt(job)
+    job.wait_for(lambda: 'SIGINT: ' in job.text())
+    said = f'SIGINT: stopping after step {step}, then saving; Ctrl-C again ends it now; torchrun ends it after 30 s\n'
+    assert job.text().count('SIGINT: ') == job.text().count(said) == 1 and 'stopped' not in job.text(), job.text()
+    assert check_stopped(job, tmp_path / 'run', r'rank \d got SIGINT') == step
+
+
+def test_a_second_ctrl_c_ends_the_run_in_the_middle_of_a_step(tmp_path):
+    job = start('ddp', tmp_path / 'run', *SLOW_STEPS, '--global_batch_size=51200', '--keep_checkpoints=0')
+    job.wait_for(lambda: 'starting from scratch' in job.text())
+    time.sleep(0.5)
+    interrupt(job, times=2)
+    sent = time.monotonic()
+    assert job.wait() == [130, 130], job.text()
+    assert time.monotonic() - sent < 5 and 'step      1/' not in job.text(), job.text()
+    first, second = re.findall(r'^[\d:]+ (SIGINT: .*|ended .*)$', job.text(), re.MULTILINE)
+    assert first.startswith(
+        'SIGINT: stopping after step 2; no checkpoints are kept; Ctrl-C again ends it now; torchrun'
+    )
+    assert second.startswith('ended by a second Ctrl-C, without saving')
+    assert not re.search(r'^\[\d\] ', job.text(), re.MULTILINE), job.text()  # so begins what a failing rank prints
+
+
 def job_with(left, folder):
     """The variables of a job whose squeue says that so much time is left."""
     (folder / 'squeue').write_text(f'#!/bin/sh\necho {left}\n')
