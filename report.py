@@ -65,6 +65,8 @@ def without_home(text):
 def say(text=''):
     try:
         print(without_home(text), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os._exit(0)
     except OSError as error:  # not system.errors, which imports torch
         print(f'error: stdout: {error}', file=sys.stderr, flush=True)
         os._exit(1)  # sys.exit() would write once more, and complain

@@ -14,6 +14,7 @@ import torch
 
 from keys import DANA
 from model import GPT, ModelConfig
+from system import errors
 
 RULE_VOCAB_SIZE = 50304  # GPT-2's 50257, padded, as the paper counts it
 RULE_BLOCK_SIZE = 2048  # tokens per sequence in the runs that were fitted
@@ -148,6 +149,7 @@ def rule_rows(run):
 # --- COMMAND LINE -----------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
+    errors.report_errors(prints_result=True)
     parser = argparse.ArgumentParser(description='What heads and arch decide, and the learning rates of all optimizers')
     keys = {'arch': 'enoki', 'optimizer': 'adana', 'kappa': 0.85, 'lr_rule': 32, 'global_batch_size': 512}
     keys['tokens_per_parameter'] = 20.0

@@ -5,6 +5,7 @@ This project raises ValueError or OSError with a one-line message for a user's m
 line. Anything else is a bug and keeps its traceback.
 """
 
+import atexit
 import errno
 import io
 import os
@@ -27,12 +28,16 @@ def report_errors(out_of_memory_advice=None, prints_result=False):
 
     out_of_memory_advice: function without arguments that returns a line with the predicted need and the keys to lower.
     prints_result: whether the result of this script is what it prints, and not files. Only then does a console that is
-    closed or full end it.
+    closed or full end it; without a word where its reader has seen enough, as `| head` has.
     """
-    if not prints_result:
+    if prints_result:
+        atexit.register(flush)  # or the interpreter does so, and complains
+    else:
         console.outlive()
 
     def hook(kind, error, trace):
+        if isinstance(error, BrokenPipeError) and place_of(error.with_traceback(trace)) == 'stdout: ':
+            os._exit(0)  # sys.exit() would write once more
         report(error.with_traceback(trace), out_of_memory_advice)
         sys.stdout.flush()
         if 'torch' in sys.modules and sys.modules['torch'].distributed.is_initialized():
@@ -45,6 +50,17 @@ def report_errors(out_of_memory_advice=None, prints_result=False):
         sys.stdout.reconfigure(errors='backslashreplace')  # as for stderr: names of files may not be UTF-8
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as configure() leaves it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def flush():
+    """Flush stdout, and end this process if its reader has gone: it has done what was asked of it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(0)
+    except OSError as error:
+        report(error)
+        os._exit(1)
 
 
 def report(error, out_of_memory_advice=None):

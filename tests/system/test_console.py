@@ -97,6 +97,19 @@ def test_what_a_script_is_asked_to_print_does_not_vanish_without_an_error():
         assert 'Traceback' not in result.stderr
 
 
+@pytest.mark.parametrize('is_buffered', [True, False])
+@pytest.mark.parametrize('command', ['report.py', 'compare.py --plan --gpus=8 {}', '-m planning.rules --ladder'])
+def test_a_reader_that_has_seen_enough_ends_a_script_without_a_word(command, is_buffered):
+    keys = '--global_batch_size=512 --vocab_size=50304'
+    env = environment(PYTHONUNBUFFERED='' if is_buffered else '1')
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, *command.format(keys).split()]
+    ended = subprocess.run(command, cwd=REPO, env=env, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, '')
+
+
 def test_a_full_disk_is_named_by_the_file_that_was_written(tmp_path):
     class Writer:
         def __init__(self):
