@@ -182,8 +182,9 @@ def encoded_units(units, rules, encode=encoding.encode_unit):
 
 
 # --- SOURCE -----------------------------------------------------------------------------------------------------------
-is_text_file = os.path.isfile(config.dataset) and sources.kind_of(config.dataset) == 'text'
-is_text_file &= not config.dataset.endswith(tuple(sources.COMPRESSED))
+file = sources.only_file(config.dataset) or config.dataset  # a folder of one file is that file
+is_text_file = os.path.isfile(file) and sources.kind_of(file) == 'text'
+is_text_file &= not file.endswith(tuple(sources.COMPRESSED))
 config.val_rule = config.val_rule or ('tail' if is_text_file else 'hash')
 if config.val_rule == 'tail' and not is_text_file:
     raise ValueError(f'val_rule=tail cuts a single text file, and dataset={config.dataset} is none: leave it out')
@@ -441,7 +442,7 @@ def choose_val_hashes():
     refuse_left_out(notes, n_kept)
     if len(sizes) < 2:
         why = f' (left out: {in_words(left_out_of(notes))})' if left_out_of(notes) else ''
-        advice = 'use --val_rule=tail for a text file, or --val_fraction=0'
+        advice = 'give a text file by itself, as --dataset=FILE, of which the end is held out, or use --val_fraction=0'
         raise ValueError(
             f'dataset={config.dataset} is not two different {"prompts" if config.pairs else "documents"}{why}, to be '
             f'split by a hash: {advice}'

@@ -244,6 +244,21 @@ def test_the_tail_begins_with_a_whole_character(tmp_path):
     assert documents_of(dataset, 'train') == ['🙂' * 701] and documents_of(dataset, 'val') == ['🙂' * 300]
 
 
+def test_a_folder_of_one_text_file_is_that_file(tmp_path):
+    folder = tmp_path / 'notes'
+    folder.mkdir()
+    (folder / 'all.txt').write_text('\n'.join(make_texts(200)), encoding='utf-8')
+    (folder / '.DS_Store').write_bytes(b'\0')
+    made = []
+    for source, name in ((folder, 'notes-bytes'), (folder / 'all.txt', 'all-bytes')):
+        prepare(tmp_path, f'--dataset={source}', '--tokenizer=bytes')
+        made.append([tokens_of(tmp_path / 'data' / name, split).tolist() for split in ('train', 'val')])
+    assert made[0] == made[1] and made[0][1]
+    (folder / 'picture.png').write_bytes(b'\x89PNG\r\n\0')  # beside another one it is one document of some
+    said = error_of(tmp_path, f'--dataset={folder}', '--tokenizer=bytes', '--name=two')
+    assert 'give a text file by itself, as --dataset=FILE, of which the end is held out' in said
+
+
 def test_meta_json_tells_how_to_find_the_validation_documents(text_folder, tmp_path):
     prepare(tmp_path, f'--dataset={text_folder}', '--tokenizer=bytes', '--val_fraction=0.2', '--seed=5', '--name=split')
     dataset = tmp_path / 'data' / 'split'

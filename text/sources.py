@@ -211,6 +211,14 @@ def _files_below(folder):
     return sorted(files), hidden, left_out
 
 
+def only_file(folder):
+    """The path of the file in a folder that holds this one and nothing else, but for hidden ones; None for any other."""
+    if not os.path.isdir(folder):
+        return None
+    paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith('.')]
+    return paths[0] if len(paths) == 1 and os.path.isfile(paths[0]) else None
+
+
 def kind_of(path):
     """How a file is read, by its name: the kind of a Part."""
     path = Path(path)
