@@ -136,7 +136,7 @@ if opened.is_tuned and not opened.is_native and (rank == 0 or config.shard != 'n
     from huggingface import rounding
 
     rounded_away = rounding.line_before_casting(
-        raw_model, opened.state, config.dtype, compute_dtype, is_sharded=config.shard != 'none'
+        raw_model, opened.state, compute_dtype, is_sharded=config.shard != 'none'
     )
 if config.shard == 'none':
     for parameter in raw_model.parameters():  # cast once, not at every use; buffers (RoPE's frequencies) stay fp32

@@ -72,24 +72,17 @@ def in_words(counts, dtype):
     return f'of {total:,} weights {moved / total:.2%} moved, and {kept / moved:.0%} of these stay moved in {dtype}'
 
 
-def line_before_casting(model, state, dtype, compute_dtype, is_sharded=False):
-    """A line about the rounding of a fine-tuned model, before it is cast to the dtype of computation; None if there is
-    nothing to say.
-
-    dtype: the key's value. compute_dtype: the dtype chosen for it. is_sharded: each rank has only its rows, and the
-    call is collective.
-    """
-    if dtype == 'float32':
+def line_before_casting(model, state, compute_dtype, is_sharded=False):
+    """A warning that what a fine-tuned model has learned gets lost when it is cast to the dtype of computation; None if
+    most of it stays. is_sharded: each rank has only its rows, and the call is collective."""
+    if compute_dtype == torch.float32:
         return None
-    rounded = torch.bfloat16 if compute_dtype == torch.float32 else compute_dtype
-    counts = count(model, base_of(state), rounded)
+    counts = count(model, base_of(state), compute_dtype)
     if is_sharded:
         everybodys = [None] * dist.get_world_size()
         dist.all_gather_object(everybodys, counts)
         counts = None if None in everybodys else tuple(map(sum, zip(*everybodys, strict=True)))
-    if counts is None:
+    if counts is None or keeps_enough(counts):
         return None
-    words = in_words(counts, str(rounded).removeprefix('torch.'))
-    if compute_dtype == torch.float32:
-        return f'{words}: computed in float32 (--dtype=bfloat16 is faster)'
-    return words if keeps_enough(counts) else f'{words}: --dtype=float32 keeps what was learned'
+    words = in_words(counts, str(compute_dtype).removeprefix('torch.'))
+    return f'{words}: --dtype=float32 keeps what was learned'

@@ -139,7 +139,7 @@ class Opened:
         from huggingface import finetune, rounding
 
         model = finetune.for_generation(self.pretrained, weights, compute_dtype, device)
-        lines = [rounding.line_before_casting(model, self.state, dtype, compute_dtype)] if self.path else []
+        lines = [rounding.line_before_casting(model, self.state, compute_dtype)] if self.path else []
         finetune.cast_weights(model, compute_dtype, device)
         for line in [*lines, finetune.line_of_base(self.pretrained) if self.path else None]:
             if line:

@@ -212,7 +212,7 @@ def _files_below(folder):
 
 
 def only_file(folder):
-    """The path of the file in a folder that holds this one and nothing else, but for hidden ones; None for any other."""
+    """The path of the one file in a folder that holds nothing else but hidden files; None for any other."""
     if not os.path.isdir(folder):
         return None
     paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith('.')]
