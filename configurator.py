@@ -95,6 +95,7 @@ def configure(Config, pass_on=None):
     if '--version' in sys.argv[1:]:
         print(f'{script.name} {VERSION}')
         sys.exit(0)
+    name_missing_packages(script)
     explicit, skipped = {}, {}
     try:
         check_torch(script.parent / 'requirements.txt')
@@ -160,6 +161,25 @@ def complete_console():
             stream = open(number, 'w' if number else 'r', closefd=False)
             setattr(sys, name, stream)
             setattr(sys, f'__{name}__', stream)
+
+
+def name_missing_packages(script):
+    """Until errors.py reports errors, let a script without torch, or without another package of requirements.txt, end
+    with the command that brings it."""
+    here = script.parent
+
+    def hook(kind, error, trace):
+        name = error.name if kind is ModuleNotFoundError else None
+        with contextlib.suppress(OSError):
+            if name and name.lower() in (here / 'requirements.txt').read_text(encoding='utf-8').lower():
+                venv = here / '.venv'
+                is_other = (venv / 'bin/activate').exists() and os.path.realpath(sys.prefix) != os.path.realpath(venv)
+                mend = f'source {venv}/bin/activate' if is_other else f'bash {here}/setup_env.sh'
+                print(f'error: {sys.executable} has no package {name}: `{mend}`', file=sys.stderr)
+                return
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def check_torch(requirements):

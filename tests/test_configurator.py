@@ -4,6 +4,7 @@ in one line."""
 import math
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 
@@ -902,3 +903,23 @@ def test_another_torch_than_the_requirements_allow_is_one_line(error, run, tmp_p
         assert 'is installed, not' in line and f"`pip install '{wanted}'`" in line
     (tmp_path / 'requirements.txt').write_text('torch>=2.11,<2.99\n')
     assert run('--batch_size=4')['batch_size'] == 4
+
+
+# --- without the packages ---------------------------------------------------------------------------------------------
+
+
+def test_a_script_without_its_packages_names_the_command_that_brings_them(tmp_path):
+    for name in ('configurator.py', 'keys.py', 'requirements.txt', 'train_ddp.py'):
+        shutil.copy(REPO / name, tmp_path)
+
+    def ended():
+        command = [sys.executable, '-S', tmp_path / 'train_ddp.py']  # -S: nothing that was installed
+        return subprocess.run(command, capture_output=True, text=True, env=environment(PYTHONPATH=''))
+
+    begins = f'error: {sys.executable} has no package torch: '
+    assert (ended().returncode, ended().stderr) == (1, f'{begins}`bash {tmp_path}/setup_env.sh`\n')
+    (tmp_path / '.venv' / 'bin').mkdir(parents=True)
+    (tmp_path / '.venv' / 'bin' / 'activate').touch()
+    assert ended().stderr == f'{begins}`source {tmp_path}/.venv/bin/activate`\n'
+    (tmp_path / 'torch.py').write_text('import modelz\n')  # a mistake in the code keeps its traceback
+    assert "No module named 'modelz'" in ended().stderr and 'Traceback' in ended().stderr
