@@ -28,12 +28,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dataset.mixture import SourceOrder, names_in, parse_stages
+from dataset.mixture import MAX_EPOCHS, SourceOrder, names_in, parse_stages
 from dataset.shuffle import permuted
 from dataset.windows import TOKEN_BYTES, Absent, has_split, is_absent, open_dataset, read_meta
 from system.errors import one_line
 
-MAX_EPOCHS = 4  # over a source of a mixture: up to here, repeated text is nearly as good as new (arXiv 2305.16264)
 BATCHES_AHEAD = 8  # batches made ahead while the model computes
 SAMPLES_AT_ONCE = 1024  # located together, because numpy takes as long for 12 numbers as for 500
 

@@ -96,7 +96,7 @@ from text.conversations import as_one, digest_of, templates_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of, write_pairs
 from text.engine import Mismatch
 from text.summary import print_example, print_summary
-from text.templates import default_template
+from text.templates import default_template, write_settings
 from text.tokenizer import (
     describe,
     fetch_tokenizer,
@@ -506,6 +506,8 @@ if not is_resumed:
     elif 'sha256' in tokenizer_facts:
         # a copy, so that the dataset can be moved
         shutil.copyfile(Path(tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')
+        if templates:  # which may ask for special tokens
+            write_settings(folder, tokenizer_facts, tokenizer)
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
 dtype = encoding.dtype_for(encoder.vocab_size)

@@ -33,9 +33,7 @@ from runtime import checkpoint, health, meter
 from runtime.fill import fill_in
 from runtime.first_weights import open_init_from
 from runtime.identity import check_resume, identity_of
-from runtime.kept import keep_language
 from system import collectives, devices, errors, processes, stopping
-from text.tokenizer import has_tokenizer
 
 
 @dataclass
@@ -81,6 +79,8 @@ class Run:
     @property
     def language_folder(self):
         """Where the tokenizer of a run from scratch is: with its data, else with what it begins with."""
+        from text.tokenizer import has_tokenizer
+
         return next(filter(has_tokenizer, self.language_folders), None)
 
     @property
@@ -328,6 +328,8 @@ def find_checkpoint(config, pretrained=None, language_folders=()):
     if pretrained and found is None:
         collectives.on_rank_0(pretrained.keep_files, config.out_dir)
     elif found is None:
+        from runtime.kept import keep_language
+
         collectives.on_rank_0(keep_language, config.out_dir, language_folders)
     return found
 

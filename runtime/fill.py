@@ -21,7 +21,6 @@ from layout import Layout, choose_sizes
 from model import ModelConfig
 from planning import checks, rules
 from runtime import best, checkpoint
-from runtime.kept import templates_in
 from system import devices, processes, stopping
 
 
@@ -120,8 +119,11 @@ def fill_data(run):
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed = train_data.has_starts
-    has_template = pretrained or (train_data.is_chat and any(map(templates_in, run.language_folders)))
-    config.chats = bool((train_data.is_chat and has_template) or getattr(config, 'prompts_chat', False))
+    config.chats = bool(getattr(config, 'prompts_chat', False))
+    if train_data.is_chat:
+        from text.conversations import templates_of
+
+        config.chats |= bool(pretrained or any(map(templates_of, run.language_folders)))
     if train_data.is_pairs:
         config.windows = 'documents'  # each is one, and begins behind the end of another
     one = 'pair' if train_data.is_pairs else 'conversation'

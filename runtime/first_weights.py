@@ -16,7 +16,6 @@ import data
 from dataset.mixture import names_in, parse_stages
 from dataset.shards import read_meta
 from system import processes
-from text.tokenizer import KEPT
 
 
 def open_init_from(run):
@@ -59,6 +58,8 @@ def open_init_from(run):
 def run_or_export(config):
     """init_from, if that is a run or an export that model.py computes; out_dir, if init_from was one and is gone, since
     a run that goes on needs nothing of it; else None."""
+    from text.tokenizer import KEPT
+
     name = config.init_from
     if os.path.isdir(os.path.join(name, 'checkpoints')):
         return name
@@ -73,7 +74,7 @@ def run_or_export(config):
 def take_from(start, config, explicit):
     """Give config the model's keys of what a run begins with, except those set explicitly. Raises ValueError where what
     is asked for cannot be read out of its checkpoint, or if its tokens are others."""
-    from text.tokenizer import as_argument, same_tokenizer
+    from text.tokenizer import KEPT, as_argument, same_tokenizer
 
     name, before = config.init_from, start.keys
     if 'prompts' in vars(config) and start.model_config and before:

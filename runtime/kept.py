@@ -21,12 +21,6 @@ from text.templates import write_settings, write_templates
 from text.tokenizer import KEPT, describe, has_tokenizer
 
 
-def templates_in(folder):
-    """{name: text} of the chat templates that a dataset's conversations were written with, that a run has kept, or that
-    a Hugging Face folder has."""
-    return read_meta(Path(folder)).get('chat_templates') or templates_of(folder)
-
-
 def keep_language(out_dir, folders):
     """Copy tokenizer and chat templates into out_dir/model when a run begins: the tokenizer of the first folder that
     has one, and the templates of the first that has some. Replaces what an earlier start without a checkpoint has left
@@ -47,8 +41,8 @@ def keep_language(out_dir, folders):
     facts = {key: meta[key] for key in ('tokenizer', 'vocab_size', 'eot_token') if key in meta}
     write_file(unfinished / 'meta.json', json.dumps(facts, indent=1))
     if (unfinished / 'tokenizer.json').exists():
-        write_settings(unfinished, facts['tokenizer'])
-    write_templates(unfinished, next((found for folder in folders if (found := templates_in(folder))), {}))
+        write_settings(unfinished, facts['tokenizer'], named)
+    write_templates(unfinished, next((found for folder in folders if (found := templates_of(folder))), {}))
     unfinished.rename(kept)
 
 

@@ -3,10 +3,11 @@ it began with, are others or gone."""
 
 import json
 import re
+import shlex
 import shutil
 
 import pytest
-from launch import TINY_MODEL, TINY_RUN, fork_script, refusals
+from launch import REPO, TINY_MODEL, TINY_RUN, fork_script, refusals
 from outputs import as_of_step, assert_same_weights, column
 from pretrained import save_model, write_chats
 
@@ -27,6 +28,7 @@ RUNS = {
 EXPORTS = {f'{name}_exported': name for name in ('llama', 'documents', 'chat', 'lora')}  # the second has model.py in it
 KINDS = [*RUNS, *EXPORTS, 'folder', 'earlier']  # the last: a run of a version that kept no language
 OF_CHATS = {'chat', 'pairs', 'tuned', 'lora', 'native', 'chat_exported', 'lora_exported', 'folder'}
+SAID = {}  # {name of a dataset: what prepare_data.py has printed}
 ANSWERED = {}  # {kind: the ids that sample.py has drawn at temperature 0}
 
 
@@ -47,7 +49,8 @@ def place(tmp_path_factory):
 
     def prepare(name, source, *keys):
         command = f'--dataset={place}/{source}', f'--name={name}', f'--data_dir={place}/data', '--val_fraction=0.1'
-        return fork_script('prepare_data.py', *command, *keys)[0].stdout
+        SAID[name] = fork_script('prepare_data.py', *command, *keys)[0].stdout
+        return SAID[name]
 
     def train(name):
         script, keys = RUNS[name]
@@ -56,13 +59,16 @@ def place(tmp_path_factory):
 
     prepare('text', 'text.txt', '--vocab_size=300')
     prepare('bytes', 'text.txt', '--tokenizer=bytes')
-    prepare('folder_chats', 'chats.jsonl', f'--tokenizer={place}/folder')
+    for name, source, *keys in (('chats', 'chats.jsonl'), ('text', 'text.txt'), ('pairs', 'pairs.jsonl', '--pairs')):
+        prepare(f'folder_{name}', source, *keys, f'--tokenizer={place}/folder')
     train('llama')
+    prepare('more_text', 'text.txt', f'--tokenizer={place}/llama')
     said = prepare('chats', 'chats.jsonl', f'--tokenizer={place}/llama')
     assert f'{place}/llama has no chat template: conversations are written as ChatML' in said
     for name in ('documents', 'experts', 'chat', 'tuned', 'lora', 'native'):
         train(name)
     assert 'no chat template' not in prepare('pairs', 'pairs.jsonl', '--pairs', f'--tokenizer={place}/chat')
+    prepare('bytes_pairs', 'pairs.jsonl', '--pairs', f'--tokenizer={place}/data/chats')
     train('pairs')
     for name, run in EXPORTS.items():
         fork_script('export_model.py', f'--out_dir={place}/{run}', f'--to={place}/{name}')
@@ -181,3 +187,17 @@ def test_what_a_model_cannot_be_begun_with_is_said_with_the_command_that_mends_i
         (line,) = refusals([['train_ddp.py', *common, *(key.replace('{}', str(place)) for key in more)]])
         assert re.search(says, line), line
     assert not (tmp_path / 'run').exists()
+
+
+DATASETS = 'text bytes more_text chats pairs bytes_pairs folder_chats folder_text folder_pairs'.split()
+
+
+@pytest.mark.parametrize('name', DATASETS)
+def test_the_command_that_prepare_data_names_next_can_be_typed(place, name, tmp_path):
+    lines = [line.partition(': ')[2] for line in SAID[name].splitlines() if line.startswith(('next: ', 'on one GPU: '))]
+    python, *command = shlex.split(lines[-1].replace('OUT_DIR', str(place / 'chat')))
+    assert python == 'python' and (REPO / command[0]).exists()
+    shorter = ['--max_iters=2', '--device=cpu', '--eval_sequences=8', f'--out_dir={tmp_path}/run', '--warmup_iters=1']
+    wide = ['--batch_size=1', '--global_batch_size=1'] if 'folder' in name else []
+    fork_script(*command, *shorter, *wide)
+    assert len(column(tmp_path / 'run', 'loss')) >= 1 and (tmp_path / 'run' / 'DONE').exists()

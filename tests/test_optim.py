@@ -347,7 +347,8 @@ def test_on_a_gpu_adamw_clips_gradients_on_its_way_through_them(max_norm):
 
 
 def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
-    """The condition that asks for a GPU is made true here, so the numbers are those of a CPU in bfloat16."""
+    """The condition that asks for a GPU is made true here, so the numbers are those of a CPU in bfloat16. Each of five
+    iterations rounds three products to it."""
     on_gpu = load('optim.py', ('if u[0].is_cuda:', 'if True:'))
     start, gradients = values()
     moved, dtypes = [], []
@@ -362,7 +363,7 @@ def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
     assert dtypes == len(dtypes) // 2 * [torch.float32] + len(dtypes) // 2 * [torch.bfloat16]
     for name, expected in moved[0].items():
         difference = (moved[1][name] - expected).norm()
-        assert difference <= (0.03 * expected.norm() if name in HIDDEN else 0), name
+        assert difference <= (15 * 2**-8 * expected.norm() if name in HIDDEN else 0), name
 
 
 def test_a_large_tensor_is_updated_in_chunks(monkeypatch):

@@ -203,7 +203,7 @@ def test_an_answer_names_the_owner_of_a_key_that_the_script_lacks(script):
         ('train_dpo.py', 'dpo_beta', 'here it is beta, 0.1'),
         ('train_dpo.py', 'fsdp_cpu_offload', 'here it is cpu_offload=params, or'),
         ('train_grpo.py', 'load_best_model_at_end', 'here it is keep_best of train_ddp.py'),
-        ('evaluate.py', 'model', 'evaluate.py takes it as --out_dir'),
+        ('evaluate.py', 'model', 'evaluate.py and sample.py take it as --out_dir'),
         ('prepare_data.py', 'max_seq_length', 'here it is block_size of train_ddp.py'),
     ],
 )

@@ -79,7 +79,8 @@ def test_the_end_says_what_was_made_and_what_to_type_next(stdlib):
     for split in ('train', 'val'):
         assert f'{split:5}  {meta["splits"][split]["tokens"]:,} tokens' in printed
     assert 'MB/s' in printed and 'M tokens/s' in printed
-    assert f'{dataset}\nnext: python train_ddp.py --dataset=stdlib-bpe2048 --data_dir={dataset.parent}' in printed
+    keys = f'--dataset=stdlib-bpe2048 --data_dir={dataset.parent} --out_dir=out/stdlib-bpe2048'
+    assert f'{dataset}\nnext: python train_ddp.py config/quickstart.py {keys}' in printed
     assert sorted(path.name for path in dataset.iterdir()) == [
         'meta.json',
         'token_bytes.npy',

@@ -13,7 +13,7 @@ import torch
 from launch import REPO, environment
 from outputs import metrics
 
-SCRIPTS = ['quickstart.sh', 'setup_env.sh', 'tests/run.sh', 'tests/versions.sh', '.ci/run']
+SCRIPTS = ['quickstart.sh', 'whole_way.sh', 'setup_env.sh', 'tests/run.sh', 'tests/versions.sh', '.ci/run']
 
 
 @pytest.fixture(scope='module')
@@ -47,6 +47,21 @@ def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.splitlines()[-2:] == [validation, plot]
     assert [row['step'] for row in metrics(clone / 'out/quickstart')] == [1, 3]
+
+
+@pytest.mark.slow
+def test_the_whole_way_ends_with_a_table_and_an_answer_and_goes_on_where_it_was(clone):
+    short = ['whole_way.sh', '--max_iters=2', '--warmup_iters=1', '--eval_tasks=']
+    first = bash(*short, folder=clone)
+    assert first.returncode == 0, first.stdout + first.stderr
+    table = first.stdout.partition('right of what it has not seen')[2].splitlines()
+    assert table[0].split() == ['answers', 'preferences', 'rewards']
+    assert [line.split()[0] for line in table[1:5]] == ['sums', 'products', 'where', 'who']
+    assert first.stdout.splitlines()[-1] == 'talk to it: python sample.py --out_dir=out/way/grpo'
+    again = bash(*short, folder=clone)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.splitlines()[-8:] == first.stdout.splitlines()[-8:]
+    assert (clone / 'models' / 'way' / 'chat_template.jinja').exists()
 
 
 # --- setup_env.sh -----------------------------------------------------------------------------------------------------

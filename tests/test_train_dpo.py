@@ -615,7 +615,9 @@ def test_pairs_of_a_tokenizer_without_a_template(folder):
     options = [f'--dataset={folder}/sums.jsonl', '--tokenizer=bytes', '--val_fraction=0', '--num_proc=1']
     assert 'use --pairs' in error_of(folder, '--chat_fields=chosen,rejected', *options, '--name=sums')
     said = prepare(folder, '--pairs', *options, '--name=sums').stdout
-    assert 'next: python train_dpo.py --init_from=OUT_DIR --dataset=sums' in said  # with the run's own block_size
+    assert (
+        'next: python train_dpo.py config/way_dpo.py --init_from=OUT_DIR --dataset=sums' in said
+    )  # with the run's own block_size
     assert '\n0+1=【1\n<|endoftext|>】' in said and 'only a chat template can write' in said and 'left out (1)' in said
     keys = {'dataset': 'sums', 'data_dir': f'{folder}/data', 'dataset_stages': (), 'block_size': 32}
     mixture = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream'}, 'train')

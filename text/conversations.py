@@ -106,9 +106,12 @@ def twin_of_tools(tools):
 
 
 def templates_of(folder):
-    """{name: text} of the chat templates of a Hugging Face folder. As for transformers, they are in .jinja files or, if
-    there are none, in tokenizer_config.json, which has one or a list. The name of a single one is 'default'."""
+    """{name: text} of the chat templates of a Hugging Face folder, or of those that wrote a dataset's conversations. As
+    for transformers, they are in .jinja files or, if there are none, in tokenizer_config.json, which has one or a list.
+    The name of a single one is 'default'."""
     folder = Path(folder)
+    if found := read_meta(folder).get('chat_templates'):
+        return found
     files = {path.stem: path for path in sorted(folder.glob('additional_chat_templates/*.jinja'))}
     if (path := folder / 'chat_template.jinja').exists():
         files['default'] = path

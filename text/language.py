@@ -119,7 +119,12 @@ class OwnLanguage(Language):
         from text.conversations import templates_of
         from text.tokenizer import load_transformers_tokenizer
 
-        return load_transformers_tokenizer(self.folder) if self.folder and templates_of(self.folder) else None
+        templates = templates_of(self.folder) if self.folder else None
+        if not templates:
+            return None
+        tokenizer = load_transformers_tokenizer(self.folder)
+        tokenizer.chat_template = templates if len(templates) > 1 else next(iter(templates.values()))
+        return tokenizer
 
     def encode(self, texts, special=True):
         """[ids of each text]. special=False: without what begins a text."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.mixture import MAX_EPOCHS
 from dataset.shards import AS_END, FIRST, LEARNED, read_shard
 from system.files import read_json
 from text.conversations import marked_text
@@ -18,6 +19,7 @@ from text.tokenizer import tokenizer_of
 MANY_LEFT_OUT = 0.05  # warn if more than this share of the rows is left out
 EXAMPLE_TOKENS = 4096  # the longest example that is printed
 FEWEST_TOKENS = 64  # in a split; with fewer, the block_size that fits would be below 16
+MANY_TOKENS = 100_000_000  # of text, worth more than a laptop's model
 FEW_TOKENS = 1000  # the loss over a validation split of fewer tokens is little more than chance
 
 
@@ -64,38 +66,50 @@ def print_summary(meta, folder, config):
     n_rows = meta.get('rows_kept', 0) + left_out
     if left_out > MANY_LEFT_OUT * n_rows:
         print(f'WARNING: {left_out:,} of {n_rows:,} rows ({left_out / n_rows:.0%}) are left out: {in_words(reasons)}')
-    command, recipe = 'python train_ddp.py', None
-    model_config_path = Path(config.tokenizer, 'config.json')
-    is_run = Path(config.tokenizer, 'checkpoints').is_dir()
-    is_of_a_model = model_config_path.exists() or is_run
-    if meta.get('pairs') and is_of_a_model:
-        recipe = 'dpo_chat'
-        command = f'torchrun --nproc_per_node=4 train_dpo.py config/{recipe}.py --strategy=fsdp'
-    elif meta.get('pairs'):  # for a run from scratch, which has its own block_size
-        command = 'python train_dpo.py'
-    elif meta.get('masked') or is_of_a_model:  # suggest to fine-tune that model
-        family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
-        recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
-        command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py'
-    place = '' if config.data_dir == 'data' else f' --data_dir={shlex.quote(config.data_dir)}'
     least, shortest = min((totals['tokens'], split) for split, totals in meta['splits'].items())
     if least < FEWEST_TOKENS and not meta.get('masked'):
         mend = 'more text, or a larger --val_fraction, and another --name'
         print(f'{folder}\nnext: {mend}; the {least:,} tokens of the split {shortest} are too few to train with')
         return
-    block_sizes = []
-    if least < 4 * 1024 and not meta.get('masked'):  # so that each split has a few windows; the default is 1,024
-        block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))
-    if is_of_a_model and not is_run:
-        shape = read_json(model_config_path, dict, 'copy it again')
+    print(f'{folder}\nnext: ' + '\non one GPU: '.join(next_commands(meta, least, config)))
+
+
+def next_commands(meta, least, config):
+    """[the command that trains on a complete dataset, perhaps the one for a single GPU]. least: tokens of its shortest
+    split. OUT_DIR in a command stands for the run that has learned these tokens."""
+    place = '' if config.data_dir == 'data' else f' --data_dir={shlex.quote(config.data_dir)}'
+    data = f'--dataset={config.name}{place}'
+    new = f'--out_dir=out/{config.name}'
+    # So that each split has a few windows; the default is 1,024.
+    block_sizes = [2 ** max(0, (least // 4).bit_length() - 1)] if least < 4 * 1024 and not meta.get('masked') else []
+    settings = Path(config.tokenizer, 'config.json')
+    is_run = Path(config.tokenizer, 'checkpoints').is_dir()
+    if settings.exists() and not is_run:  # a model of transformers
+        begin = f'--init_from={shlex.quote(config.tokenizer)}'
+        shape = read_json(settings, dict, 'copy it again')
         said = (shape.get('max_position_embeddings'), shape.get('n_positions'))  # the second: GPT-2
         positions = next((number for number in said if isinstance(number, int) and number > 0), math.inf)
         if positions < 4096:  # the recipes' block_size is 2048 or 4096
             block_sizes.append(min(positions, 2048))
+        block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
+        family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
+        recipe = 'dpo_chat' if meta.get('pairs') else 'sft_chat' if meta.get('masked') else f'finetune_{family}'
+        keys = f'config/{recipe}.py {begin} {data}{block_size}'
+        if meta.get('pairs'):
+            several = f'config/{recipe}.py --strategy=fsdp {begin} {data}{block_size}'
+            return f'torchrun --nproc_per_node=4 train_dpo.py {several}', f'python train_dpo.py {keys}'
+        return f'torchrun --nproc_per_node=4 train_fsdp.py {keys}', f'python train_ddp.py {keys}'
+    begin = f'--init_from={shlex.quote(config.tokenizer) if is_run else "OUT_DIR"}'
+    if meta.get('pairs'):
+        return [f'python train_dpo.py config/way_dpo.py {begin} {data} {new}']
+    if meta.get('masked'):
+        return [f'python train_ddp.py config/way_chat.py {begin} {data} {new}']
     block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
-    model = config.tokenizer if recipe else 'OUT_DIR' if meta.get('pairs') else None  # OUT_DIR: of the run that learns
-    keys = f'{f" --init_from={shlex.quote(model)}" if model else ""} --dataset={config.name}{place}{block_size}'
-    print(f'{folder}\nnext: {command}{keys}')
-    if recipe:
-        script = 'train_dpo.py' if meta.get('pairs') else 'train_ddp.py'
-        print(f'on one GPU: python {script} config/{recipe}.py{keys}')
+    tokens = meta['splits']['train']['tokens']
+    if is_run:  # it goes on reading
+        return [f'python train_ddp.py {begin} {data}{block_size} {new} --num_epochs=1']
+    if tokens > MANY_TOKENS:
+        return [f'torchrun --nproc_per_node=4 train_fsdp.py config/qwen3_6h.py {data} {new}']
+    # The model of quickstart.py reads 1.6M tokens, unless that would be the same text over and over.
+    epochs = '' if MAX_EPOCHS * tokens > 1_638_400 else f' --num_epochs={MAX_EPOCHS}'
+    return [f'python train_ddp.py config/quickstart.py {data}{block_size} {new}{epochs}']

@@ -3,7 +3,7 @@ Chat templates and the files that transformers needs beside a tokenizer.json: fo
 whose tokenizer comes without.
 
     templates = {'default': default_template(folder, eot)}
-    write_settings(folder, facts)                      # tokenizer_config.json; facts: what a meta.json says
+    write_settings(folder, facts, like)                # tokenizer_config.json; facts: what a meta.json says
     write_templates(folder, templates)                 # chat_template.jinja, and others by name
 
 A BPE that prepare_data.py trains reserves the tokens of ChatML, which Qwen, SmolLM and many others write, and which
@@ -42,10 +42,16 @@ def default_template(folder, eot):
     return LETTERS.replace('EOT', eot), 'turns in letters, as in "User: ..."'
 
 
-def write_settings(folder, facts):
-    """Write the tokenizer_config.json with which transformers reads a tokenizer.json as it is."""
-    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': facts.get('eot_text', END_OF_TEXT)}
-    settings |= {'bos_token': facts['bos_text'][-1]} if facts.get('bos_text') else {}
+def write_settings(folder, facts, like):
+    """Write the tokenizer_config.json with which transformers reads a tokenizer.json as it is. like: the folder whose
+    special tokens it names, since templates ask for them; if that names none, they are those of the facts."""
+    path = Path(like, 'tokenizer_config.json')
+    given = read_json(path, dict, 'copy it again') if path.exists() else {}
+    named = {key: value for key, value in given.items() if key.endswith('_token') and not key.startswith('add_')}
+    if not named:
+        named = {'eos_token': facts.get('eot_text', END_OF_TEXT)}
+        named |= {'bos_token': facts['bos_text'][-1]} if facts.get('bos_text') else {}
+    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', **named}
     write_file(Path(folder, 'tokenizer_config.json'), json.dumps(settings, indent=1))
 
 

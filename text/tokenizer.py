@@ -632,7 +632,8 @@ def train_bpe(texts, vocab_size, path, engine='auto'):
     A small text may not have enough pairs to merge for vocab_size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    texts = list(texts)
+    # Without digits nothing is merged with one, so each stays a token of its own: numbers are read digit by digit.
+    texts = [part for text in texts for part in re.split(rb'[0-9]+', text) if part]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # all 256 bytes, so that no text is unknown
 
     def tokenizer_of(model):
@@ -642,17 +643,21 @@ def train_bpe(texts, vocab_size, path, engine='auto'):
         return tokenizer
 
     specials = [END_OF_TEXT, *TURNS]
+    # gigatoken goes on when nothing is left to merge. Something is, as long as there are more words than merges.
+    words, split = set(), pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    for text in texts if engine == 'auto' else ():
+        words |= {word for word, _ in split(text.decode()) if len(word) > 1}
+        if len(words) > vocab_size - len(alphabet):
+            break
+    else:
+        engine = 'reference'
     if merges := merges_of(texts, vocab_size - len(TURNS), END_OF_TEXT) if engine == 'auto' else None:
         letter_of = {byte: letter for letter, byte in _byte_of_letter().items()}
         pairs = [tuple(''.join(letter_of[byte] for byte in part) for part in pair) for pair in merges]
         words = dict.fromkeys([*specials, *alphabet, *map(''.join, pairs)])  # two merges may make the same word
         tokenizer = tokenizer_of(models.BPE({word: number for number, word in enumerate(words)}, pairs))
         tokenizer.add_special_tokens(specials)
-        # gigatoken continues after all pairs have been merged. If it has, its last word is in no text.
-        last, last_word = b''.join(merges[-1]), ''.join(pairs[-1])
-        if not any(last in text and last_word in tokenizer.encode(text.decode()).tokens for text in texts):
-            merges = None
-    if not merges:
+    else:
         tokenizer = tokenizer_of(models.BPE())
         options = {'special_tokens': specials, 'initial_alphabet': alphabet, 'show_progress': False}
         trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)

@@ -550,10 +550,8 @@ def test_a_prepared_dataset_holds_tokens_masks_and_totals(chatml, tmp_path):
     assert f'learned: {learned:,} of them ({learned / n:.1%})' in result.stdout
     assert f'{n:,} tokens of {n_bytes:,} bytes of text ({n_bytes / n:.3f} bytes/token)' in result.stdout
     assert re.search(f'longest .* {totals["longest"]:,} tokens', result.stdout)
-    next_command = f'torchrun --nproc_per_node=4 train_fsdp.py config/sft_chat.py --init_from={chatml} --dataset=chats'
-    assert f'next: {next_command} --data_dir={tmp_path}/data' in result.stdout
-    on_one = f'python train_ddp.py config/sft_chat.py --init_from={chatml} --dataset=chats --data_dir={tmp_path}/data'
-    assert f'on one GPU: {on_one}' in result.stdout
+    place = f'--dataset=chats --data_dir={tmp_path}/data --out_dir=out/chats'
+    assert f'next: python train_ddp.py config/way_chat.py --init_from=OUT_DIR {place}' in result.stdout
     text, parts = conversations_of(dataset, 'train')[0]
     for part in parts:
         text = text.replace(f'assistant\n{part}', f'assistant\n【{part}】')

@@ -94,7 +94,9 @@ def test_all_ids_lie_below_vocab_size_and_no_text_gives_the_end_of_text_token(to
 
 
 def test_a_trained_bpe_has_the_size_asked_for_and_depends_on_the_texts_alone(bpe_folder, tmp_path, monkeypatch):
-    assert load_tokenizer('bpe', bpe_folder).vocab_size == 600
+    tokenizer = load_tokenizer('bpe', bpe_folder)
+    assert tokenizer.vocab_size == 600
+    assert [tokenizer.decode([token]) for token in tokenizer.encode('x 3758')] == ['x', ' ', *'3758']
     texts = [path.read_bytes() for path in sorted(Path(os.__file__).parent.glob('[a-c]*.py'))]
     monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')  # with threads, words are counted in another order
     train_bpe(texts, 600, tmp_path / 'tokenizer.json')
