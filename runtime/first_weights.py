@@ -104,8 +104,9 @@ def take_from(start, config, explicit):
                 f'begin with what `python export_model.py --out_dir={name}` writes, which has no such key'
             )
         setattr(config, key, value)
-    if 'block_size' not in explicit:
-        config.block_size = before['block_size']
+    # What its positions were turned by, and what its LoRA has learned beside.
+    of_shape = {'block_size', 'rope_theta', 'yarn', *(['frozen_dtype'] if held['lora_rank'] else [])}
+    vars(config).update({key: before[key] for key in of_shape & {*before} if key not in explicit})
 
 
 def open_folder(run):

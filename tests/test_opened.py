@@ -21,8 +21,11 @@ RUNS = {
     'experts': ('train_ddp.py', [*OWN, '--arch=qwen3', '--n_experts=4', '--experts_per_token=2']),
     'chat': ('train_ddp.py', ['--init_from={}/llama', '--dataset=chats']),
     'pairs': ('train_dpo.py', ['--init_from={}/chat', '--dataset=pairs']),
-    'tuned': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats']),
-    'lora': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--lora_rank=2']),
+    'tuned': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--rope_theta=500']),
+    'lora': (
+        'train_ddp.py',
+        ['--init_from={}/folder', '--dataset=folder_chats', '--lora_rank=2', '--frozen_dtype=bfloat16'],
+    ),
     'native': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--native=True']),
 }
 EXPORTS = {f'{name}_exported': name for name in ('llama', 'documents', 'chat', 'lora')}  # the second has model.py in it
