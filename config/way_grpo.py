@@ -1,13 +1,11 @@
 # Last stage of docs/whole_way.md: the chat model practises sums that nobody tells it. 5 minutes on two cores.
 #
-#   torchrun --nproc_per_node=2 train_grpo.py config/way_grpo.py
+#   torchrun --nproc_per_node=2 train_grpo.py config/way_grpo.py --eval_tasks=way/sums.jsonl --eval_tasks_chat
 
 out_dir = 'out/way/grpo'
 init_from = 'out/way/chat'
 prompts = ['way/practise.jsonl']
 prompts_chat = True
-eval_tasks = ['way/sums.jsonl']  # in none of the files that it has learned from
-eval_tasks_chat = True
 
 prompts_per_step = 64
 num_generations = 8
@@ -21,6 +19,5 @@ beta2 = 0.99
 dtype = 'float32'
 
 log_interval = 10
-eval_tasks_interval = 50
 checkpoint_interval = 50
 keep_checkpoints = 1

@@ -414,7 +414,8 @@ def prompts_of(task, encoder, window):
     for item, tokens in zip(task.items, encode([item.pairs[0][0] for item in task.items]), strict=True):
         if len(tokens) + item.max_new_tokens > window:
             given = f'{item.place}: the prompt has {len(tokens):,} tokens and its answer up to {item.max_new_tokens:,}'
-            advice = 'lower num_fewshot or max_new_tokens, or raise --block_size as far as the model has positions'
+            advice = 'lower num_fewshot, or max_new_tokens in the rows (in train_grpo.py also --max_new_tokens), or '
+            advice += 'raise --block_size as far as the model has positions'
             raise ValueError(f'{given}, more than the {window:,} that the model sees: {advice}')
         prompts.append([Prompt(tokens or [encoder.prefix], item.stop, item.max_new_tokens)])
     return prompts
