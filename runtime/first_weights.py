@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import data
 from dataset.mixture import names_in, parse_stages
 from dataset.shards import read_meta
+from runtime import checkpoint
 from system import processes
 
 
@@ -67,7 +68,9 @@ def run_or_export(config):
         from huggingface import convert
 
         return name if convert.config_of_export(name) else None
-    is_gone = not os.path.isdir(name) and os.path.isdir(os.path.join(config.out_dir, 'checkpoints'))
+    # Not by the folder of the checkpoints, which a faster rank of a new run may have made already.
+    goes_on = any(checkpoint.checkpoints_in(os.path.join(config.out_dir, 'checkpoints')))
+    is_gone = goes_on and not os.path.isdir(name)
     return config.out_dir if is_gone and not os.path.exists(os.path.join(config.out_dir, KEPT, 'config.json')) else None
 
 

@@ -5,11 +5,14 @@ import json
 import re
 import shlex
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from launch import REPO, TINY_MODEL, TINY_RUN, fork_script, refusals
 from outputs import as_of_step, assert_same_weights, column
 from pretrained import save_model, write_chats
+
+from runtime.first_weights import run_or_export
 
 KEYS = [*TINY_RUN, '--dtype=float32', '--batch_size=4', '--block_size=64', '--global_batch_size=4', '--max_iters=4']
 KEYS += ['--eval_interval=4', '--checkpoint_interval=2', '--keep_checkpoints=3']
@@ -204,3 +207,11 @@ def test_the_command_that_prepare_data_names_next_can_be_typed(place, name, tmp_
     wide = ['--batch_size=1', '--global_batch_size=1'] if 'folder' in name else []
     fork_script(*command, *shorter, *wide)
     assert len(column(tmp_path / 'run', 'loss')) >= 1 and (tmp_path / 'run' / 'DONE').exists()
+
+
+def test_a_folder_that_a_faster_rank_has_made_is_no_run_that_goes_on(tmp_path):
+    (tmp_path / 'out' / 'checkpoints').mkdir(parents=True)
+    config = SimpleNamespace(init_from='someone/in-the-cache-of-the-hub', out_dir=str(tmp_path / 'out'))
+    assert run_or_export(config) is None
+    (tmp_path / 'out' / 'checkpoints' / 'step_00000002').mkdir()
+    assert run_or_export(config) == config.out_dir
