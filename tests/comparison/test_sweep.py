@@ -236,7 +236,7 @@ def test_a_sweep_runs_finds_its_best_rate_and_goes_on_where_it_was_stopped(tmp_p
 def test_runs_whose_length_follows_from_heads(tmp_path):
     """compare.py looks at a run every 2 seconds and must know its length then, which no key of the file gives."""
     text = SMALL.replace("'llama', 1, 2, 16, 16, 2", "'enoki', 1, 1, 16, 16, 8").replace('max_iters, ', '')
-    text = text.replace('= 12, 1, 2, 0, 0.0', '= 100, 2, 0, 0.0') + 'heads, head_dim = 1, 16\n'
+    text = text.replace('= 12, 1, 16, 0, 0.0', '= 100, 16, 0, 0.0') + 'heads, head_dim = 1, 16\n'
     process = start(tmp_path, text=text.replace('[1e-3, 1e-2, 1e5]', '[1e-3]').replace('[1, 2]', '[1]'))
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and 'seed1: val loss' in said, said
