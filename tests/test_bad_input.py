@@ -10,6 +10,7 @@ from launch import TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_scrip
 
 from dataset import shards
 from dataset.shuffle import permuted
+from keys import Keys
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=tiny']
 
@@ -130,7 +131,7 @@ def test_a_failing_rank_stops_all_and_its_error_is_the_one_shown(data_dir, tmp_p
     meta = json.loads((tmp_path / 'tiny' / 'meta.json').read_text())
     shard = next((tmp_path / 'tiny').glob('train_*.bin'))
     tokens = np.array(shards.read_shard(shard))
-    windows = permuted(np.arange(8), (len(tokens) - 1) // 32, 1337)
+    windows = permuted(np.arange(8), (len(tokens) - 1) // 32, Keys.seed)
     tokens[windows[7] * 32 + 5] = 300  # sample 7: second step, second rank, last row
     shards.write_shard(shard, tokens, np.uint16)
     (tmp_path / 'tiny' / 'meta.json').write_text(json.dumps(meta))

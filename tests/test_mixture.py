@@ -21,6 +21,7 @@ import optim
 from dataset import shards
 from dataset.mixture import SourceOrder, parse_shares
 from dataset.shuffle import permuted
+from keys import Keys
 from model import GPT, ModelConfig
 from runtime import checkpoint
 
@@ -226,7 +227,7 @@ def test_the_batches_are_the_same_on_any_number_of_ranks_from_any_step_on(source
 def test_every_rank_reads_every_source_in_its_share(sources, dataset, world_size):
     steps, batch = 1000, 16
     mixture = open_planned(sources, dataset, max_iters=steps, batch=batch)
-    of_slots, _ = mixture.locate(np.arange(steps * batch), seed=1337)
+    of_slots, _ = mixture.locate(np.arange(steps * batch), seed=Keys.seed)
     for of_rank in np.split(of_slots.reshape(steps, batch), world_size, axis=1):
         found = np.bincount(of_rank.ravel()) / of_rank.size
         shares = [float(share) for share in parse_shares(dataset, 'data').values()]
@@ -309,7 +310,7 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stage
     assert_same_losses(rows, expected)
     assert 'resuming' in text
     mixture = open_planned(sources, 'web:0.6,code:0.4', ((8, 'web:0.2,code:0.3,books:0.5'),), max_iters=16)
-    read, windows = mixture.locate(np.arange(16 * BATCH), 1337)
+    read, windows = mixture.locate(np.arange(16 * BATCH), Keys.seed)
     for row in rows:
         assert row['tokens'] == row['step'] * BATCH * 32
         ranks = 2 if row['step'] <= 5 else 4 if row['step'] <= 11 else 1
@@ -427,11 +428,11 @@ def test_a_run_over_packed_documents_is_one_over_single_documents(tmp_path, scri
     state = checkpoint.read_state(checkpoint.choose_to_read(tmp_path / 'out'))
     model = GPT(ModelConfig(**state['identity']['model']), torch.float32)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(model.initial_value(name, parameter, 1337, torch.device('cpu')))
+        parameter.data.copy_(model.initial_value(name, parameter, Keys.seed, torch.device('cpu')))
     optimizer = optim.make_optimizer(model, 'adamw', 3e-3, 0.9, 0.95, 0.1)
     schedule = SimpleNamespace(**state['config'])
     mixture = only(data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents'))
-    batches = data.batches(mixture, 1337, 0, BATCH, BATCH, 0, 1, 'cpu')
+    batches = data.batches(mixture, Keys.seed, 0, BATCH, BATCH, 0, 1, 'cpu')
     for step, (x, y, starts) in zip(range(20), batches, strict=False):
         nats, targets = 0.0, (y >= 0).sum().item()
         for row in range(BATCH):

@@ -19,6 +19,7 @@ import data
 import optim
 from dataset import shards
 from exchange import diloco_check
+from keys import Keys
 from model import GPT, ModelConfig
 from runtime import checkpoint
 
@@ -122,7 +123,7 @@ class ByHand:
         self.outer = GPT(ModelConfig.from_keys({**keys, 'vocab_size': self.train.vocab_size}))
         with torch.no_grad():
             for name, parameter in self.outer.named_parameters():
-                parameter.copy_(self.outer.initial_value(name, parameter, 1337, 'cpu'))
+                parameter.copy_(self.outer.initial_value(name, parameter, Keys.seed, 'cpu'))
         self.start = {name: parameter.detach().clone() for name, parameter in self.outer.named_parameters()}
         self.nesterov = torch.optim.SGD(self.outer.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
         self.models, self.optimizers = [], []
@@ -161,7 +162,7 @@ class ByHand:
                 count = BATCH // len(self.models)
                 first = self.step * BATCH
                 place = count, number, len(self.models), torch.device('cpu')
-                batches = data.batches(only(self.train), 1337, first, BATCH, *place)
+                batches = data.batches(only(self.train), Keys.seed, first, BATCH, *place)
                 loss_sum, ce_sum = model(*next(batches))
                 batches.close()
                 (loss_sum / (count * 32)).backward()

@@ -22,6 +22,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 import data
 import optim
 from huggingface import finetune
+from keys import Keys
 from system import collectives
 
 # --- on every rank ----------------------------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def losses_of_a_plain_loop(folder, prepared, dataset, **options):
     keys |= {'windows': 'stream', 'packing': folder.name not in HYBRID, **DATASETS[dataset]}
     train_data = data.open_mixture(keys, 'train')
     train_data.plan(STEPS, SEQUENCES)
-    batches = data.batches(train_data, 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu')
+    batches = data.batches(train_data, Keys.seed, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu')
     losses = []
     for step in range(STEPS):
         for group in optimizer.param_groups:

@@ -31,6 +31,7 @@ import data
 from dataset import shards
 from dataset.shuffle import permuted
 from huggingface import finetune
+from keys import Keys
 from runtime import checkpoint
 
 # --- memory, measured in a rank ---------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ def losses_of_a_plain_loop(model, prepared, by_sgd=False):
     if by_sgd:
         optimizer = torch.optim.SGD(trained, lr=0.1)
     train_data = data.open_dataset(prepared, 'text', 'train', LENGTH, VOCABULARY)
-    batches, losses = data.batches(only(train_data), 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu'), []
+    batches, losses = data.batches(only(train_data), Keys.seed, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu'), []
     for x, y in itertools.islice(batches, STEPS):
         loss = F.cross_entropy(model(input_ids=x, use_cache=False).logits.flatten(0, 1), y.flatten())
         loss.backward()
@@ -352,7 +353,7 @@ def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(models, prep
     with torch.device('meta'):
         ours = finetune.for_training(pretrained)
     ours.to_empty(device='cpu')
-    finetune.load(ours, pretrained, seed=1337)
+    finetune.load(ours, pretrained, seed=Keys.seed)
     initial = {name: tensor for name, tensor in ours.state_dict().items() if 'lora_' in name}
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA[case]), fan_in_fan_out=kind == 'gpt2')
@@ -532,7 +533,7 @@ def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(tmp_path):
         remove_unused_columns=False,
     )  # fmt: skip
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    windows = permuted(samples, train_data.n_windows, 1337)
+    windows = permuted(samples, train_data.n_windows, Keys.seed)
     trainer = InOrder(plain, settings, train_dataset=rows(train_data, windows))
     val_rows = rows(val_data, range(rounds * batch))
     before = trainer.evaluate(val_rows)['eval_loss']

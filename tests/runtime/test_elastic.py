@@ -13,6 +13,7 @@ from precision import apart
 from prepared import only
 
 import data
+from keys import Keys
 from model import GPT, ModelConfig
 from runtime import checkpoint
 
@@ -52,7 +53,7 @@ def first_loss_after(path, step, data_dir):
     model = GPT(ModelConfig(**state['identity']['model']))
     model.load_state_dict(weights, strict=False)  # the head is the embedding
     dataset = data.open_dataset(data_dir, 'tiny', 'train', 32)
-    batches = data.batches(only(dataset), 1337, step * BATCH, BATCH, BATCH, 0, 1, torch.device('cpu'))
+    batches = data.batches(only(dataset), Keys.seed, step * BATCH, BATCH, BATCH, 0, 1, torch.device('cpu'))
     with torch.no_grad():
         loss = model(*next(batches))[1].item() / (BATCH * 32)
     batches.close()
