@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from dataset.mixture import MAX_EPOCHS, SourceOrder, names_in, parse_stages
+from dataset.shards import read_shard
 from dataset.shuffle import permuted
 from dataset.windows import TOKEN_BYTES, Absent, has_split, is_absent, open_dataset, read_meta
 from system.errors import one_line
@@ -201,7 +202,10 @@ def bytes_per_target(source, n_windows):
     counts, table = source.count_ids(n_windows), os.path.join(source.name, TOKEN_BYTES)
     ids = np.flatnonzero(counts)
     if os.path.exists(table):
-        sizes = np.load(table, allow_pickle=False)[ids].astype(np.int64)
+        sizes = read_shard(table)
+        if len(ids) and ids[-1] >= len(sizes):
+            raise ValueError(f'{table} has {len(sizes):,} tokens, the data {ids[-1] + 1:,}: delete it')
+        sizes = sizes[ids].astype(np.int64)
     else:  # of a dataset of an earlier version
         from text.tokenizer import tokenizer_of
 

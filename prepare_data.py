@@ -244,8 +244,8 @@ if source.chat and config.chat_template:
 elif source.chat and os.path.isdir(tokenizer):
     templates = templates_of(tokenizer)
     if not templates and not config.pairs:
-        templates['default'], in_words_of_it = default_template(tokenizer, tokenizer_facts['eot_text'])
-        print(f'{config.tokenizer} has no chat template: conversations are written as {in_words_of_it}')
+        templates['default'], kind = default_template(tokenizer, tokenizer_facts['eot_text'])
+        print(f'{config.tokenizer} has no chat template: conversations are written as {kind}')
 chat_template = as_one(templates)
 if source.chat and (config.dedup or config.max_tokens):
     raise ValueError('dedup and max_tokens are for text, and these are conversations: leave them out')

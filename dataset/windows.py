@@ -138,16 +138,12 @@ class TokenDataset:
     def _fingerprint(self, facts):
         """A hash of the sha256 of shards and masks in meta.json; without these, of the length and of up to 64 x 1024
         tokens."""
-        keys = ('sha256', 'mask_sha256')[: 1 + self.is_chat]
-        digests = [shard.get(key) for shard in facts.get('shards', []) for key in keys]
-        digest = hashlib.sha256(str(self.n_tokens).encode())
-        if digests and all(digests):
-            digest.update(' '.join(digests).encode())
-        else:
-            sample = np.empty(min(1024, self.n_tokens), dtype=np.int64)
-            for start in np.linspace(0, self.n_tokens - len(sample), 64, dtype=np.int64):
-                self._copy_tokens(int(start), sample)
-                digest.update(sample)
+        if found := fingerprint_of(facts, self.n_tokens, self.is_chat):
+            return found
+        digest, sample = hashlib.sha256(str(self.n_tokens).encode()), np.empty(min(1024, self.n_tokens), dtype=np.int64)
+        for start in np.linspace(0, self.n_tokens - len(sample), 64, dtype=np.int64):
+            self._copy_tokens(int(start), sample)
+            digest.update(sample)
         return digest.hexdigest()[:16]
 
 
@@ -486,17 +482,20 @@ def _names_of_shards(folder, split, meta):
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
 
 
+def fingerprint_of(facts, n_tokens, is_chat):
+    """What TokenDataset.fingerprint begins with, from what meta.json says of a split; None if it lacks the sha256 of a
+    file."""
+    keys = ('sha256', 'mask_sha256')[: 1 + is_chat]
+    digests = [shard.get(key) for shard in facts.get('shards', []) for key in keys]
+    if not (digests and all(digests)):
+        return None
+    return hashlib.sha256(f'{n_tokens}{" ".join(digests)}'.encode()).hexdigest()[:16]
+
+
 def fingerprints_of(meta):
-    """What TokenDataset.fingerprint begins with, of each split that a meta.json describes with sha256."""
-    found = set()
-    for facts in meta.get('splits', {}).values():
-        shards = facts.get('shards', [])
-        keys = ('sha256', 'mask_sha256')[: 1 + bool(meta.get('masked'))]
-        digests = [shard.get(key) for shard in shards for key in keys]
-        if digests and all(digests):
-            text = f'{sum(shard["tokens"] for shard in shards)}{" ".join(digests)}'
-            found.add(hashlib.sha256(text.encode()).hexdigest()[:16])
-    return found
+    """fingerprint_of() each split of a meta.json, as far as it has one."""
+    splits = meta.get('splits', {}).values()
+    return {fingerprint_of(facts, facts.get('tokens'), bool(meta.get('masked'))) for facts in splits} - {None}
 
 
 def _find_shards(folder, split, meta):

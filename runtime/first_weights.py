@@ -17,6 +17,7 @@ from dataset.mixture import names_in, parse_stages
 from dataset.shards import read_meta
 from runtime import checkpoint
 from system import processes
+from system.files import is_run
 
 
 def open_init_from(run):
@@ -62,7 +63,7 @@ def run_or_export(config):
     from text.tokenizer import KEPT
 
     name = config.init_from
-    if os.path.isdir(os.path.join(name, 'checkpoints')):
+    if is_run(name):
         return name
     if os.path.exists(os.path.join(name, 'config.json')):
         from huggingface import convert
@@ -82,6 +83,7 @@ def take_from(start, config, explicit):
     name, before = config.init_from, start.keys
     if 'prompts' in vars(config) and start.model_config and before:
         config.windows = before['windows'] if 'windows' not in explicit else config.windows
+        config.fold_system = before.get('fold_system', False)  # it is asked as it has learned to be
     elif start.model_config and not same_tokenizer(start.folder, data.folder_of(vars(config))):
         is_dataset = start.path and not os.path.isdir(os.path.join(name, KEPT))  # of a run that has kept no tokenizer
         raise ValueError(

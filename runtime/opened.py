@@ -5,7 +5,7 @@ export_model.py has written. Opened without weights, so that what does not fit i
     opened = open_model('out/pre')                    # or 'models/Qwen3-0.6B'; step=, data_dir=, tokenizer=
     opened.model_config or opened.pretrained          # its shape: computed by model.py, or by transformers' class
     language = opened.language()                      # tokenizer, template, what begins a text, what ends one
-    model, dtype = opened.to_generate('auto', device, say)     # whole, in one process, cast
+    model = opened.to_generate('auto', device, say)   # whole, in one process, cast
     opened.fill(model)                                # the weights of a model that is sharded, or not; collective
 
 What there is, and where its parts are:
@@ -33,6 +33,7 @@ from model import GPT
 from runtime import checkpoint
 from runtime.kept import folder_of_language
 from system import devices
+from system.files import is_run
 
 
 @dataclass
@@ -194,17 +195,14 @@ def language_of_run(run):
 
     folder = run.language_folder or data.folder_of(keys)
     try:
-        language = OwnLanguage(tokenizer_of(folder), keys.get('windows'), folder)
+        options = {'fold_system': keys.get('fold_system', False)}
+        language = OwnLanguage(tokenizer_of(folder), keys.get('windows'), folder, **options)
     except (ValueError, OSError) as error:
         given = 'prompts' if 'prompts' in keys else 'eval_tasks'
         raise ValueError(f'{given} needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
     if keys.get('chats') or keys.get('prompts_chat'):
         language.stop_after_answers()
     return language
-
-
-def is_run(name):
-    return os.path.isdir(os.path.join(name, 'checkpoints'))
 
 
 def is_fine_tuned(state):

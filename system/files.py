@@ -130,6 +130,11 @@ def bare_name(name, where):
     raise ValueError(f'{where}: found {ascii(name)[:100]}, {rule}')
 
 
+def is_run(folder):
+    """Whether a folder is the out_dir of a run, by what lies in it."""
+    return os.path.isdir(os.path.join(folder, 'checkpoints'))
+
+
 def refuse_link_out(path, folder):
     """Raise ValueError if a file of a folder that somebody else made is a link out of that folder, as one to
     ../../.ssh/id_rsa: what is copied of the folder would hold a file of this machine, and may be published. The links

@@ -11,7 +11,7 @@ import numpy as np
 
 from dataset.mixture import MAX_EPOCHS
 from dataset.shards import AS_END, FIRST, LEARNED, read_shard
-from system.files import read_json
+from system.files import is_run, read_json
 from text.conversations import marked_text
 from text.documents import in_words
 from text.tokenizer import tokenizer_of
@@ -83,8 +83,7 @@ def next_commands(meta, least, config):
     # So that each split has a few windows; the default is 1,024.
     block_sizes = [2 ** max(0, (least // 4).bit_length() - 1)] if least < 4 * 1024 and not meta.get('masked') else []
     settings = Path(config.tokenizer, 'config.json')
-    is_run = Path(config.tokenizer, 'checkpoints').is_dir()
-    if settings.exists() and not is_run:  # a model of transformers
+    if settings.exists() and not is_run(config.tokenizer):  # a model of transformers
         begin = f'--init_from={shlex.quote(config.tokenizer)}'
         shape = read_json(settings, dict, 'copy it again')
         said = (shape.get('max_position_embeddings'), shape.get('n_positions'))  # the second: GPT-2
@@ -99,14 +98,14 @@ def next_commands(meta, least, config):
             several = f'config/{recipe}.py --strategy=fsdp {begin} {data}{block_size}'
             return f'torchrun --nproc_per_node=4 train_dpo.py {several}', f'python train_dpo.py {keys}'
         return f'torchrun --nproc_per_node=4 train_fsdp.py {keys}', f'python train_ddp.py {keys}'
-    begin = f'--init_from={shlex.quote(config.tokenizer) if is_run else "OUT_DIR"}'
+    begin = f'--init_from={shlex.quote(config.tokenizer) if is_run(config.tokenizer) else "OUT_DIR"}'
     if meta.get('pairs'):
         return [f'python train_dpo.py config/way_dpo.py {begin} {data} {new}']
     if meta.get('masked'):
         return [f'python train_ddp.py config/way_chat.py {begin} {data} {new}']
     block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
     tokens = meta['splits']['train']['tokens']
-    if is_run:  # it goes on reading
+    if is_run(config.tokenizer):  # it goes on reading
         return [f'python train_ddp.py {begin} {data}{block_size} {new} --num_epochs=1']
     if tokens > MANY_TOKENS:
         return [f'torchrun --nproc_per_node=4 train_fsdp.py config/qwen3_6h.py {data} {new}']

@@ -29,7 +29,7 @@ import numpy as np
 
 from dataset.shards import read_meta
 from system.errors import one_line
-from system.files import check_form, read_json, refuse_lfs_pointer, sha256_of, write_file
+from system.files import check_form, is_run, read_json, refuse_lfs_pointer, sha256_of, write_file
 from text.control_tokens import ControlTokens
 from text.engine import SAMPLES, merges_of
 
@@ -199,7 +199,7 @@ def open_file(path):
 def folder_of_tokenizer(name):
     """What `name` stands for as a tokenizer: of a run what it has kept, a folder or the name of one without a file.
     Everything else is itself. Raises ValueError for a run of a version that kept none."""
-    if not os.path.isdir(os.path.join(name, 'checkpoints')):
+    if not is_run(name):
         return name
     kept = os.path.join(name, KEPT)
     if not os.path.isdir(kept):
@@ -712,8 +712,9 @@ def write_as_folder(name, folder):
     """Write a tokenizer that has a name, 'bytes' or one of tiktoken's, as a folder with tokenizer.json, unless it is
     there. A chat template and transformers need that."""
     if not os.path.exists(os.path.join(folder, 'tokenizer.json')):
+        content = as_file(load_tokenizer(name, folder)).to_str()  # raises for a name that does not exist
         os.makedirs(folder, exist_ok=True)
-        write_file(os.path.join(folder, 'tokenizer.json'), as_file(load_tokenizer(name, folder)).to_str())
+        write_file(os.path.join(folder, 'tokenizer.json'), content)
     return str(folder)
 
 

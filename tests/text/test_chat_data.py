@@ -681,6 +681,7 @@ def test_conversations_that_no_template_can_write_get_one_line_with_the_way_out(
     rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in many_chats(9)])
     error = error_of(tmp_path, f'--dataset={rows}', '--tokenizer=bpe')
     assert re.search('tokenizer=bpe .*--tokenizer=out/RUN .*--chat=False', error)
+    assert 'models/typo: there is no such folder' in error_of(tmp_path, f'--dataset={rows}', '--tokenizer=models/typo')
     broken = make_tokenizer(tmp_path / 'broken', '{% for message in %}')
     assert 'chat template cannot' in error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={broken}')
     (tmp_path / 'mine.jinja').write_text('{% for message in %}')
