@@ -195,7 +195,7 @@ def test_ctrl_c_says_at_once_after_which_step_the_run_will_have_saved_and_ended(
     job = start(strategy, tmp_path / 'run', *SLOW_STEPS, *keys)
     job.wait_for(lambda: 'step      1/' in job.text())
     interrupt(job)
-    job.wait_for(lambda: 'SIGINT: ' in job.text())
+    job.wait_for(lambda: 'SIGINT: ' in job.text().rpartition('\n')[0])  # in a whole line
     said = f'SIGINT: stopping after step {step}, then saving; Ctrl-C again ends it now; torchrun ends it after 30 s\n'
     assert job.text().count('SIGINT: ') == job.text().count(said) == 1 and 'stopped' not in job.text(), job.text()
     assert check_stopped(job, tmp_path / 'run', r'rank \d got SIGINT') == step
