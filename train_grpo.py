@@ -30,7 +30,7 @@ class Config(Keys, TaskKeys, ShardingKeys):
     reward: str | None = None  # a score of the rule, None = its only one; or FILE.py:FUNCTION of yours [result, path]
     prompts_per_step = 32  # of all ranks: more = less noise [>= 1]
     num_generations = 8  # answers to each prompt, which are compared with each other [>= 2]
-    max_new_tokens: int | None = None  # of an answer; None = as the rows say, or 256 [>= 1]
+    max_new_tokens: int | None = None  # of an answer; None = as the rows say, or what prompts leave, up to 256 [>= 1]
     temperature = 1.0  # of the answers; lower = they differ less, and there is less to learn [> 0]
     generation_batch_size: int | None = None  # answers that a rank writes at once; None = all [per job, >= 1]
     mask_truncated = False  # learn nothing from answers that max_new_tokens has cut

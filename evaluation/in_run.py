@@ -14,7 +14,7 @@ import torch.distributed as dist
 from evaluation import generating, scoring
 from evaluation.reward import RewardError, is_function, open_reward
 from evaluation.sampling import NotFinite, not_finite
-from evaluation.tasks import read_task, requests_of, scores_of, scores_of_answers
+from evaluation.tasks import line_of_room, read_task, requests_of, scores_of, scores_of_answers
 from huggingface import finetune
 from system import collectives
 from system.processes import unwrapped
@@ -43,6 +43,7 @@ class Evaluation:
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two files of tasks are called {twice[0]}: their scores would have one name; rename one')
         self.requests = [requests_of(task, encoder, window) for task in self.tasks]
+        self.notes += sum(map(line_of_room, self.tasks, self.requests), [])
         if pretrained:
             refuse_tokens_beyond(pretrained.vocab_size, self.tasks, self.requests)
         written = next((task for task in self.tasks if task.form == 'prompt'), None)

@@ -7,7 +7,8 @@ Tasks to evaluate a language model on. A task is a file of JSON lines, one item 
     {"text": "A whole document."}                                                    how likely is it?
     {"prompt": "2 + 3 =", "answer": "5", "stop": ["\\n"], "rule": "number"}            does it write the answer?
 
-What the model writes after a prompt ends with one of the texts "stop", or after "max_new_tokens" (256 if not given).
+What the model writes after a prompt ends with one of the texts "stop", or after "max_new_tokens" (if not given, 256, or
+what the file's longest prompt leaves of the model's positions).
 grading.py explains "rule" and "pattern", which decide whether it is right. Beside a reward of one's own (reward.py) a
 row with a prompt needs neither answer nor rule. in_our_form() says which rows of other programs are read, too.
 In every form but "text" a row may have a "delimiter" between context and choice (" " if not given), a "description",
@@ -72,7 +73,7 @@ class Item:
     of_chat: dict  # tools, chat_template_kwargs and messages before the prompt, which only a chat template can write
     rule: Rule | None = None  # this and the rest are for prompts only
     stop: tuple = ()
-    max_new_tokens: int = MAX_NEW_TOKENS
+    max_new_tokens: int | None = None  # None = what the prompts leave, at most MAX_NEW_TOKENS
     row: str = ''  # all of it as JSON, for a reward of one's own
     read_as: str = ''  # in words, how a row of another program was read
 
@@ -303,7 +304,7 @@ def item_of_prompt(row, place, is_own=False):
     answer, stop = rule.answers[0] if rule else row.get('answer'), tuple(row.get('stop', ()))
     if not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f'{place}: stop is {json.dumps(row["stop"])[:60]}; expected a list of texts')
-    if (longest := row.get('max_new_tokens', MAX_NEW_TOKENS)) < 1:
+    if (longest := row.get('max_new_tokens')) is not None and longest < 1:
         raise ValueError(f'{place}: max_new_tokens={longest}; expected 1 or more')
     delimiter = row.get('delimiter', ' ')
     # with the answer, in case it becomes an example
@@ -410,15 +411,33 @@ def requests_of(task, encoder, window):
 def prompts_of(task, encoder, window):
     """[[Prompt] of each item]. Raises ValueError for a prompt that leaves no room for its answer. (The harness cuts off
     its beginning, which makes it another prompt.)"""
-    prompts, encode = [], encoder.encode_chats if task.is_chat else encoder.encode
-    for item, tokens in zip(task.items, encode([item.pairs[0][0] for item in task.items]), strict=True):
-        if len(tokens) + item.max_new_tokens > window:
-            given = f'{item.place}: the prompt has {len(tokens):,} tokens and its answer up to {item.max_new_tokens:,}'
-            advice = 'lower num_fewshot, or max_new_tokens in the rows (in train_grpo.py also --max_new_tokens), or '
-            advice += 'raise --block_size as far as the model has positions'
+    encode = encoder.encode_chats if task.is_chat else encoder.encode
+    asked = [tokens or [encoder.prefix] for tokens in encode([item.pairs[0][0] for item in task.items])]
+    rooms = [window - len(tokens) for tokens in asked]
+    of_others = [room for item, room in zip(task.items, rooms, strict=True) if item.max_new_tokens is None]
+    default = max(1, min([MAX_NEW_TOKENS, *of_others]))  # the same for all of them, so that no answer has less room
+    prompts = []
+    for item, tokens, room in zip(task.items, asked, rooms, strict=True):
+        longest = item.max_new_tokens or default
+        if longest > room:
+            given = f'{item.place}: the prompt has {len(tokens):,} tokens and its answer up to {longest:,}'
+            advice = 'shorten it, or raise --block_size as far as the model has positions'
+            if task.num_fewshot:
+                advice = f'lower num_fewshot, which is {task.num_fewshot}'
+            elif room > 0:
+                advice = f'lower max_new_tokens to {room}'
             raise ValueError(f'{given}, more than the {window:,} that the model sees: {advice}')
-        prompts.append([Prompt(tokens or [encoder.prefix], item.stop, item.max_new_tokens)])
+        prompts.append([Prompt(tokens, item.stop, longest)])
     return prompts
+
+
+def line_of_room(task, requests):
+    """[a line], if the longest prompt leaves the answers less than MAX_NEW_TOKENS. requests: of prompts_of()."""
+    asked = zip(task.items, requests, strict=True) if task.form == 'prompt' else ()
+    most = min((prompt.max_new_tokens for item, (prompt,) in asked if item.max_new_tokens is None), default=math.inf)
+    if most >= MAX_NEW_TOKENS:
+        return []
+    return [f'{task.name}: answers may have {most} tokens, which is what the longest prompt leaves of the positions']
 
 
 def requests_of_core(task, encoder, window):

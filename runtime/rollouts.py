@@ -26,7 +26,7 @@ from dataset.shuffle import permuted
 from dataset.windows import pack
 from evaluation import generating, in_run, sampling
 from evaluation.reward import RewardError, is_function, open_reward
-from evaluation.tasks import prompts_of, read_task
+from evaluation.tasks import line_of_room, prompts_of, read_task
 from layout import counted
 from model import generator_of
 from runtime.log import cut_rows
@@ -61,7 +61,7 @@ class Prompts:
             requests = prompts_of(task, encoder, config.block_size)
             if pretrained:
                 in_run.refuse_tokens_beyond(pretrained.vocab_size, [task], [requests])
-            self.notes += [task.note] if task.note else []
+            self.notes += [*([task.note] if task.note else []), *line_of_room(task, requests)]
             self.items += task.items
             self.prompts += [prompt for (prompt,) in requests]
         self.reward = config.reward if self.own_reward else reward_of(self.items, config.reward)

@@ -376,7 +376,7 @@ def test_tasks_are_scored_with_as_many_examples_as_prompts_have(folder, tmp_path
     others = SimpleNamespace(tensor=1), language, pretrained, torch.device('cpu')
     (task,) = in_run.tasks_of(keys, *others).tasks
     assert task.num_fewshot == 0
-    with pytest.raises(ValueError, match='lower num_fewshot'):
+    with pytest.raises(ValueError, match='lower num_fewshot, which is 5$'):
         in_run.tasks_of(keys | {'num_fewshot': None}, *others)
 
 

@@ -294,6 +294,26 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
         assert not (tmp_path / 'out').exists()
 
 
+def test_answers_have_as_many_tokens_as_the_longest_prompt_leaves_and_at_most_256(tmp_path):
+    path, row = tmp_path / 'asked.jsonl', {'answer': 'b', 'rule': 'contains'}
+
+    def opened(window, *lengths, **more):
+        path.write_text('\n'.join(json.dumps({'prompt': 'a' * n, **row, **more}) for n in lengths))
+        evaluation = in_run.Evaluation([path], OwnLanguage(load_tokenizer('bytes')), window, None, 2, 'cpu')
+        return [prompt.max_new_tokens for (prompt,) in evaluation.requests[0]], evaluation.notes
+
+    assert opened(300, 44, 9) == ([256, 256], [])
+    room = 'asked: answers may have 40 tokens, which is what the longest prompt leaves of the positions'
+    assert opened(256, 9, 216) == ([40, 40], [room])
+    assert opened(256, 9, 216, max_new_tokens=30) == ([30, 30], [])
+    for lengths, more, says in (
+        ([216], {'max_new_tokens': 41}, '216 tokens and its answer up to 41, .* sees: lower max_new_tokens to 40$'),
+        ([9, 256], {}, 'row 2: the prompt has 256 tokens .*: shorten it, or raise --block_size'),
+    ):
+        with pytest.raises(ValueError, match=says):
+            opened(256, *lengths, **more)
+
+
 def test_answers_that_matrices_cut_over_ranks_cannot_write_are_refused_before_the_run(files):
     encoder = OwnLanguage(load_tokenizer('bytes'))
     with pytest.raises(ValueError, match='tensor_parallel=2: written has prompts, .* leave it to `python evaluate.py`'):
