@@ -378,7 +378,8 @@ def translated(key, knobs, script):
 
 def closest(key, knobs):
     """The key that somebody mistyped; None if it may be a word for something else, such as `loss`, which is not z_loss,
-    or eval_batch_size. What was meant has words like these, or differs in little but underscores."""
+    or eval_batch_size. What was meant has words like these, and perhaps others between them, or differs in little but
+    underscores."""
 
     def likeness(one, other):
         return difflib.SequenceMatcher(None, one, other).ratio()
@@ -386,6 +387,8 @@ def closest(key, knobs):
     for found in difflib.get_close_matches(key, knobs, n=1, cutoff=0.8):
         words, theirs = key.split('_'), found.split('_')
         if len(words) == len(theirs) and min(map(likeness, words, theirs)) >= 0.5:
+            return found
+        if len(words) > 1 and {*words} < {*theirs}:
             return found
         if likeness(''.join(words), ''.join(theirs)) > 0.9:
             return found

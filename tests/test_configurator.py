@@ -366,6 +366,7 @@ def test_a_slip_of_the_finger_is_recognized_in_every_key():
         without, doubled = key[:middle] + key[middle + 1 :], key[:middle] + key[middle] + key[middle:]
         for slip in (without, doubled, key.replace('_', ''), key.replace('_', '-').replace('-', '_')):
             assert slip in knobs or closest(slip, knobs) == key, (slip, closest(slip, knobs))
+    assert closest('max_tokens', read_knobs(REPO / 'sample.py')) == 'max_new_tokens'
 
 
 @pytest.mark.parametrize(
