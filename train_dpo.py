@@ -20,6 +20,11 @@ from keys import BestKeys, Keys, ShardingKeys, TaskKeys
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
+    # optimizer [result]
+    learning_rate = 1e-6  # peak: for all weights of a large model; LoRA bears ten times as much [> 0]
+    num_epochs: float | None = 1.0  # passes over the pairs: sets max_iters, unless that is given [result, per job, > 0]
+    # schedule [result]
+    warmup_iters = 10  # linear warm-up: longer if the loss jumps early [>= 0]
     # dpo [result]
     loss_type: Literal['sigmoid', 'sigmoid_norm', 'ipo', 'simpo'] = 'sigmoid'  # of a pair; docs/dpo.md compares them
     beta = 0.1  # how far from the reference is far: lower = further; sigmoid_norm 5, simpo 2.5 [> 0]

@@ -22,7 +22,11 @@ from keys import Keys, ShardingKeys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, ShardingKeys):
     # optimizer [result]
+    learning_rate = 1e-6  # peak: for all weights of a large model; LoRA bears ten times as much [> 0]
     max_iters = 10000  # steps; in each the model writes once and is updated num_iterations times [>= 1]
+    num_epochs: float | None = 1.0  # passes over prompts: sets max_iters, unless that is given [result, per job, > 0]
+    # schedule [result]
+    warmup_iters = 10  # linear warm-up: longer if the loss jumps early [>= 0]
     # grpo [result]
     prompts = []  # task files with prompts, as evaluate.py reads them: tasks/a.jsonl,b.jsonl [result, per job, path]
     prompts_chat = False  # write prompts by the chat template of init_from, as evaluate.py's apply_chat_template

@@ -179,9 +179,10 @@ def line_of_padding(run, longest):
 
 
 def fill_length(run):
-    """Derive max_iters from num_epochs; a max_iters on the command line wins."""
+    """Derive max_iters from num_epochs. A max_iters on the command line wins, and any over the script's default."""
     config, train_data = run.config, run.train_data
-    if config.num_epochs is None:
+    is_default = 'num_epochs' not in run.explicit
+    if config.num_epochs is None or (is_default and ('max_iters' in run.explicit or config.eval_only)):
         return
     if run.explicit.get('max_iters') == 'command line':
         run.notes.append(
@@ -221,14 +222,18 @@ def fill_rates(run):
     vars(config).update(filled)
     run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
     if run.pretrained and 'learning_rate' not in explicit and not config.eval_only:
-        of_all, of_lora = (5e-7, 5e-6) if run.train_data.is_pairs else (1e-5, 2e-4)
-        if 'prompts' in vars(config):
-            of_all, of_lora = 1e-6, 1e-5
-        usual = f'{of_lora:g}, as is usual for LoRA' if config.lora_rank else f'{of_all:g}, as is usual for all weights'
-        run.notes.append(
-            f'WARNING: learning_rate={config.learning_rate:g} is meant for training from scratch, and makes a model '
-            f'forget what it knows: try --learning_rate={usual}'
-        )
+        rate = config.learning_rate
+        if not (run.train_data.is_pairs or 'prompts' in vars(config)):
+            usual = '0.0002, as is usual for LoRA' if config.lora_rank else '1e-05, as is usual for all weights'
+            run.notes.append(
+                f'WARNING: learning_rate={rate:g} is meant for training from scratch, and makes a model forget what it '
+                f'knows: try --learning_rate={usual}'
+            )
+        elif config.lora_rank:  # the scripts' own default
+            run.notes.append(
+                f'WARNING: learning_rate={rate:g} is meant for all weights: try --learning_rate={10 * rate:g}, as is '
+                'usual for LoRA'
+            )
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10

@@ -212,6 +212,23 @@ def test_the_command_that_prepare_data_names_next_can_be_typed(place, name, tmp_
     assert len(column(tmp_path / 'run', 'loss')) >= 1 and (tmp_path / 'run' / 'DONE').exists()
 
 
+def test_preferences_and_rewards_are_learned_gently_where_nothing_else_is_said(place, tmp_path):
+    """One pass, at a rate that a large model bears; how many steps a config file says still counts."""
+    (tmp_path / 'asked.jsonl').write_text((place / 'asked.jsonl').read_text() * 40)
+    (tmp_path / 'steps.py').write_text('max_iters = 70\n')
+    common = '--block_size=64', '--device=cpu', '--dry_run'
+    for script, keys, steps in (
+        ('train_dpo.py', ['--dataset=folder_pairs', f'--data_dir={place}/data'], r'\d+'),
+        ('train_grpo.py', [f'--prompts={tmp_path}/asked.jsonl', '--prompts_per_step=2'], '20'),
+    ):
+        command = script, *keys, *common, f'--init_from={place}/folder'
+        said = fork_script(*command)[0].stdout
+        assert re.search(f'schedule\n  {steps} steps .*\n  adamw: warm-up over 10 steps to learning rate 1e-06\n', said)
+        assert 'WARNING' not in said and (script == 'train_grpo.py' or '1.00 epochs of folder_pairs' in said)
+        said = fork_script(script, f'{tmp_path}/steps.py', *command[1:], '--lora_rank=2')[0].stdout
+        assert '\n  70 steps ' in said and 'try --learning_rate=1e-05, as is usual for LoRA' in said
+
+
 def test_a_folder_that_a_faster_rank_has_made_is_no_run_that_goes_on(tmp_path):
     (tmp_path / 'out' / 'checkpoints').mkdir(parents=True)
     config = SimpleNamespace(init_from='someone/in-the-cache-of-the-hub', out_dir=str(tmp_path / 'out'))
