@@ -352,6 +352,10 @@ READ_IF = {
     },
     'sample.py': {
         'top_k top_p seed': ('with a --temperature above 0', lambda run: run.temperature),
+        'num_samples': (
+            'with a --temperature above 0: at 0 all samples are the same',
+            lambda run: run.temperature or run.num_samples == 1,
+        ),
         'step': ('for a run: a Hugging Face folder has no steps', lambda run: run.is_run),
         'data_dir': ('for a run from scratch', lambda run: not run.transformers),
         'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),

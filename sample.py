@@ -45,7 +45,7 @@ class Config:
     web: bool | int = False  # a page in the browser, on a free port of this machine, or --web=8080 [>= 0, <= 65535]
     chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     # sampling
-    num_samples: int | None = None  # texts per prompt, drawn independently; None = 3, or 1 with chat or prompts [>= 1]
+    num_samples: int | None = None  # texts per prompt; None = 3, or 1 with chat, prompts or temperature=0 [>= 1]
     batch_size = 16  # texts that are generated at the same time [>= 1]
     max_new_tokens = 200  # the most tokens of a text; an end-of-text token ends it earlier [>= 1]
     temperature = 0.8  # below 1 favours likely tokens, above 1 evens them out; 0 = always the likeliest token [>= 0]
@@ -123,6 +123,8 @@ if config.tools:
     tools.ids_of_result(language, question, '2146')  # raises if the template cannot write it
 if is_conversation and (config.num_samples or 1) > 1:
     raise ValueError(f'num_samples={config.num_samples}: in a conversation there is one answer; give a --prompt')
+if not config.temperature:
+    config.num_samples = 1
 config.num_samples = config.num_samples or (1 if config.chat or config.prompts is not None else 3)
 asked, conversations = [], []  # for each row a Prompt, and what it was made of
 for number, row in enumerate(() if is_conversation else rows, start=1):

@@ -526,7 +526,7 @@ READ = {
         'error_feedback=True': ({'exchange_dtype': 'int8'}, {}),
     },
     'sample.py': {
-        'top_k=3 top_p=0.5 seed=2': ({}, {'temperature': 0.0}),
+        'top_k=3 top_p=0.5 seed=2 num_samples=3': ({}, {'temperature': 0.0}),
         'step=4': ({'is_run': True}, {}),
         'data_dir=x': ({}, {'transformers': True}),
         'trust_remote_code=True': ({'transformers': True}, {}),
