@@ -115,6 +115,8 @@ else:
         raise ValueError(
             f'{given[0]}: a text is continued here, not answered: {has if language.has_template else none}'
         )
+    if 'chat' not in explicit and not opened.path and language.has_template:  # runs know what they have learned
+        say(f'{language.folder} has a chat template, and here a text is continued: --chat makes a message of it')
 is_conversation = config.chat and config.prompts is None and 'prompt' not in explicit
 if config.web and not is_conversation:
     raise ValueError(f'web={config.web}: messages come from the page: leave prompt and prompts out')

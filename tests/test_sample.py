@@ -324,6 +324,28 @@ def test_rows_may_have_system_messages_or_whole_conversations(chat_model, start,
     assert f'ids of the prompt: {lines[1]["prompt_ids"]}' in notes and f'{lines[1]["answer_ids"]}' in notes
 
 
+def test_a_folder_with_a_chat_template_is_continued_as_text_and_says_so_until_chat_says_which(chat_model, runs, start):
+    options = ['--prompt=Hi', '--temperature=0', '--max_new_tokens=3']
+    for folder, more, is_said in (
+        (chat_model, [], True),
+        (chat_model, ['--chat'], False),
+        (chat_model, ['--chat=False'], False),
+        (runs / 'ddp', [], False),
+    ):
+        notes = start(f'--out_dir={folder}', *options, *more)[1]
+        assert ('has a chat template, and here a text is continued: --chat makes' in notes) == is_said, notes
+
+
+def test_at_temperature_0_there_is_one_sample(runs, start):
+    options = [f'--out_dir={runs / "ddp"}', '--prompt=def ', '--temperature=0', '--max_new_tokens=9']
+    text, notes = start(*options)
+    assert text.startswith('def ') and 'no effect' not in notes
+    more, notes = start(*options, '--num_samples=3')
+    assert more == text and 'num_samples=3 has no effect here, only with a --temperature above 0' in notes
+    again, notes = start(*options, '--num_samples=1')
+    assert again == text and 'no effect' not in notes
+
+
 def test_a_conversation_over_a_pipe_remembers_what_was_said(chat_model, start, tmp_path):
     options = [f'--out_dir={chat_model}', '--temperature=0', '--max_new_tokens=2', '--chat']
     command = command_of('sample.py', *options, '--device=cpu', '--dtype=float32', '--system=S')
