@@ -249,10 +249,13 @@ def check_schedule(keys):
     """
     warmup, end, max_iters = keys['warmup_iters'], keys['lr_decay_iters'], keys['max_iters']
     schedule, min_lr, lines = keys['lr_schedule'], keys['min_lr'], []
-    rates = SimpleNamespace(**keys)
+    rates, to_the_end = SimpleNamespace(**keys), '; --lr_decay_iters=None decays to the end'
     optim.learning_rate_at(0, rates)  # raises if min_lr is above the peak
     if warmup >= max_iters:
-        lines.append(f'warmup_iters={warmup} of max_iters={max_iters} steps: the learning rate never reaches its peak')
+        lines.append(
+            f'warmup_iters={warmup} of max_iters={max_iters} steps: the learning rate never reaches its peak; try '
+            f'--warmup_iters={max_iters // 10}'
+        )
     elif schedule == 'constant':
         pass
     elif end <= warmup:
@@ -263,23 +266,28 @@ def check_schedule(keys):
             f'--warmup_iters below {end}'
         )
     elif min_lr == 0 and end < max_iters:
-        lines.append(f'min_lr=0 from lr_decay_iters={end} to max_iters={max_iters}: nothing is learned')
+        lines.append(f'min_lr=0 from lr_decay_iters={end} to max_iters={max_iters}: nothing is learned{to_the_end}')
     elif end < max_iters:
-        lines.append(f'lr_decay_iters={end} of max_iters={max_iters} steps: the others train at min_lr={min_lr:.2e}')
+        lines.append(
+            f'lr_decay_iters={end} of max_iters={max_iters} steps: the others train at min_lr={min_lr:.2e}{to_the_end}'
+        )
     elif end > max_iters:
         last = optim.learning_rate_at(max_iters - 1, rates)
         lines.append(
             f'lr_decay_iters={end} is beyond max_iters={max_iters}: the run ends at a learning rate of {last:.2e}, '
-            f'above min_lr={min_lr:.2e}'
+            f'above min_lr={min_lr:.2e}{to_the_end}'
         )
     decay_start = int((1 - optim.WSD_DECAY_FRACTION) * end)
     if schedule == 'wsd' and decay_start < warmup < end:
         lines.append(
             f'warmup_iters={warmup} of lr_decay_iters={end} steps leaves the schedule wsd no stable phase, and '
-            f'{end - warmup} steps of decay in place of {end - decay_start}'
+            f'{end - warmup} steps of decay in place of {end - decay_start}; try --warmup_iters={end // 10}'
         )
     if keys['optimizer'] in (*DANA, 'adamw-decay') and keys['wd_ts'] > max_iters:
-        lines.append(f'wd_ts={keys["wd_ts"]} of max_iters={max_iters} steps: the weight decay does not even halve')
+        lines.append(
+            f'wd_ts={keys["wd_ts"]} of max_iters={max_iters} steps: the weight decay does not even halve; try '
+            f'--wd_ts={max(1, max_iters // 10)}'
+        )
     return [f'WARNING: {line}' for line in lines]
 
 

@@ -55,9 +55,13 @@ SCHEDULE |= {'lr_schedule': 'cosine', 'optimizer': 'adamw', 'wd_ts': None}
         ({'wd_ts': 1001}, None),  # which adamw does not read
     ],
 )
-def test_keys_of_the_schedule_that_contradict_each_other_are_said(changes, line):
+def test_keys_of_the_schedule_that_contradict_each_other_are_said_with_the_key_that_mends_it(changes, line):
     said = fill.check_schedule(SCHEDULE | changes)
     assert re.match(f'WARNING: {line}', *said) if line else said == []
+    if line:
+        key, value = re.search(r'--(\w+)=(\w+)', *said).groups()
+        mended = {key: SCHEDULE['max_iters'] if value == 'None' else int(value)}
+        assert fill.check_schedule(SCHEDULE | changes | mended) == []
 
 
 @pytest.mark.parametrize('schedule', ['cosine', 'cos_inf', 'wsd', 'linear'])
