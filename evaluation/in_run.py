@@ -27,17 +27,17 @@ class Evaluation:
     encoder: one of evaluation.tasks. window: how many tokens the model sees. pretrained: the model's
     finetune.Pretrained, or None. batch_size: requests per rank and forward pass. tokens_at_once: of answers more are
     written at once, if they and their prompts have no more tokens than that. ranks_per_batch: how many ranks compute
-    each batch together. as_chat: write the items with the tokenizer's chat template. reward: a Reward, by which prompts
-    are judged, too. options: for tasks.read_task(). Raises ValueError for a bad row, and for a choice or a prompt that
-    is longer than the window.
+    each batch together. as_chat: write the items with the tokenizer's chat template; chat_key: the script's key for
+    that. reward: a Reward, by which prompts are judged, too. options: for tasks.read_task(). Raises ValueError for a
+    bad row, and for a choice or a prompt that is longer than the window.
     """
 
     def __init__(
         self, files, encoder, window, pretrained, batch_size, device, tokens_at_once=0, ranks_per_batch=1,
-        as_chat=False, reward=None, **options,
+        as_chat=False, chat_key='apply_chat_template', reward=None, **options,
     ):  # fmt: skip
-        chat = encoder.chat if as_chat else None
-        self.tasks = [read_task(file, chat=chat, reward=reward, **options) for file in files]
+        options |= {'chat': encoder.chat_for(chat_key) if as_chat else None, 'chat_key': chat_key}
+        self.tasks = [read_task(file, reward=reward, **options) for file in files]
         self.reward, self.notes = reward, [task.note for task in self.tasks if task.note]
         names = [task.name for task in self.tasks]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -154,6 +154,6 @@ def tasks_of(keys, layout, language, pretrained, device):
     tokens_at_once = keys['batch_size'] * keys['block_size']  # where a step has room, their cached keys and values have
     return Evaluation(
         keys['eval_tasks'], language, keys['block_size'], pretrained, keys['batch_size'], device, tokens_at_once,
-        ranks_per_batch=layout.tensor, as_chat=keys['eval_tasks_chat'], limit=keys['eval_tasks_limit'],
-        num_fewshot=keys.get('num_fewshot'), reward=own and open_reward(own),
+        ranks_per_batch=layout.tensor, as_chat=keys['eval_tasks_chat'], chat_key='eval_tasks_chat',
+        limit=keys['eval_tasks_limit'], num_fewshot=keys.get('num_fewshot'), reward=own and open_reward(own),
     )  # fmt: skip

@@ -111,13 +111,15 @@ class Prompt(NamedTuple):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None, reward=None):
+def read_task(
+    path, num_fewshot=None, limit=None, protocol='harness', chat=None, reward=None, chat_key='apply_chat_template'
+):
     """The Task in a file.
 
     num_fewshot: how many examples with their answers come before each item; None = as the first row says, or none.
     limit: take only this many items, the first ones. chat: function that writes messages as the text that the model is
-    to answer; None = write plain text. reward: one of one's own, by which prompts are judged. Raises ValueError with
-    the number of a bad row, or if there are too few examples."""
+    to answer; None = write plain text. reward: one of one's own, by which prompts are judged. chat_key: the script's
+    key that asks for messages. Raises ValueError with the number of a bad row, or if there are too few examples."""
     path, is_own = Path(path), reward is not None
     all_items = read_items(path, is_own)
     items = all_items[:limit]
@@ -126,12 +128,13 @@ def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None,
         ((context, answer),) = item.pairs  # in CORE the delimiter, which may be a word, is part of the context
         item.pairs = [(context.strip() + item.delimiter, answer[len(item.delimiter) :])]
     if items[0].form == 'text' and (num_fewshot or protocol == 'core' or chat):
-        given = f'num_fewshot={num_fewshot}, protocol={protocol}' + ', apply_chat_template=True' * bool(chat)
-        other = '--num_fewshot=0 --protocol=harness' + ' --apply_chat_template=False' * bool(chat)
+        keys = (('num_fewshot', num_fewshot, 0), ('protocol', protocol, 'harness'), (chat_key, bool(chat), False))
+        given = ', '.join(f'{key}={value}' for key, value, right in keys if value != right)
+        other = ' '.join(f'--{key}={right}' for key, value, right in keys if value != right)
         raise ValueError(f'{given}: {path} holds texts, which have no answers: use {other}')
     if not chat and (odd := next((item for item in items if item.of_chat), None)):
         given = f'{odd.place}: {" and ".join(odd.of_chat)} are for a chat template'
-        raise ValueError(f'{given}: --apply_chat_template writes them, in a run --eval_tasks_chat or --prompts_chat')
+        raise ValueError(f'{given}: --{chat_key} writes them')
     if protocol == 'core' and (chat or items[0].form == 'prompt'):
         given = f'protocol=core: {path}'
         why = 'has prompts, which its rules do not know' if items[0].form == 'prompt' else 'knows no chat template'

@@ -49,11 +49,11 @@ class Prompts:
 
     def __init__(self, config, encoder, pretrained):
         self.encoder, self.names, self.sources = encoder, config.prompts, [self]
-        chat = encoder.chat if config.prompts_chat else None
+        chat = encoder.chat_for('prompts_chat') if config.prompts_chat else None
         self.own_reward = open_reward(config.reward) if is_function(config.reward) else None
         self.items, self.prompts, self.notes = [], [], []  # of each row: what was read, and a tasks.Prompt
         for path in config.prompts:
-            task = read_task(path, config.num_fewshot, chat=chat, reward=self.own_reward)
+            task = read_task(path, config.num_fewshot, chat=chat, reward=self.own_reward, chat_key='prompts_chat')
             if task.form != 'prompt':
                 raise ValueError(f'prompts={path}: rows with {task.form}; expected {{"prompt": ..., "answer": ...}}')
             for item in task.items:

@@ -805,7 +805,10 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
         ({'question': 'a', 'response': 'b'}, 'python prepare_data.py --tasks=NAME=.*/bad.jsonl` makes such rows'),
         ({'question': 'a', 'response': 'b'}, '; rename question to prompt, rename response to answer; of a known task'),
         ({'problem': 'a', 'ground_truth': 'b'}, 'rename .*problem to prompt'),
-        ({**ASKED, 'prompt': [{'role': 'user', 'content': 'a'}], 'rule': 'exact'}, 'messages are for .*--prompts_chat'),
+        (
+            {**ASKED, 'prompt': [{'role': 'user', 'content': 'a'}], 'rule': 'exact'},
+            'messages are for .*: --apply_chat_template writes them$',
+        ),
         (GOOD, "has 'choices', those before it have 'prompt': one file holds items of one form"),
     ],
 )
@@ -847,8 +850,8 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
         ([f'--tasks={files[0]}', '--data_dir=elsewhere'], '--data_dir=FOLDER'),
         ([f'--tasks={files[0]},none.jsonl'], 'none.jsonl: there is no such file of tasks'),
         ([f'--tasks={files[0]}', '--block_size=33'], ' 32 positions'),
-        ([f'--tasks={files[3]}', '--num_fewshot=1'], 'no answers'),
-        ([f'--tasks={files[3]}', '--protocol=core'], 'no answers: .*--protocol=harness'),
+        ([f'--tasks={files[3]}', '--num_fewshot=1'], 'no answers: use --num_fewshot=0$'),
+        ([f'--tasks={files[3]}', '--protocol=core'], 'error: protocol=core: .*no answers: use --protocol=harness$'),
         ([f'--tasks={prompts}', '--protocol=core'], 'has prompts, which its rules do not know: use --protocol=harness'),
         (
             [f'--tasks={prompts}', '--block_size=15'],
@@ -859,7 +862,7 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
             [f'--tasks={prompts}', f'--reward={own}:f'],
             'own.py:f: for the answer .* to .*, row .* it raised KeyError: 1',
         ),
-        ([f'--tasks={files[0]}', '--apply_chat_template'], 'run/model has no chat template: leave out'),
+        ([f'--tasks={files[0]}', '--apply_chat_template'], 'run/model has no chat .*: leave apply_chat_template out$'),
         ([f'--tasks={tmp_path}'], 'a dataset: `python prepare_data.py --tasks=NAME=.*` makes a file of tasks of it'),
         (
             [f'--tasks=boolq={tmp_path}'],

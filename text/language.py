@@ -76,13 +76,14 @@ class Language:
 
     def chat(self, messages, of_chat):
         """What a task asks, as the template writes it. of_chat: of a tasks.Item. If the template refuses a system
-        message, that is left out, as in lm-evaluation-harness. Raises ValueError if there is no template."""
-        if not self.has_template:
-            raise ValueError(
-                f'the tokenizer in {self.folder} has no chat template: leave out --apply_chat_template, '
-                '--eval_tasks_chat, --prompts_chat'
-            )
+        message, that is left out, as in lm-evaluation-harness."""
         return self.ask({**of_chat, 'messages': messages}, lambda messages: messages[messages[0]['role'] == 'system' :])
+
+    def chat_for(self, key):
+        """chat(), for the key that asks for it. Raises ValueError if there is no template."""
+        if not self.has_template:
+            raise ValueError(f'{key}=True: the tokenizer in {self.folder} has no chat template: leave {key} out')
+        return self.chat
 
     def encode_chats(self, texts):
         """[ids of each text that chat() has written, perhaps with an answer behind it]. The template has written all

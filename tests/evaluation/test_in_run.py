@@ -282,7 +282,8 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
         (['--dataset=synthetic', '--vocab_size=257', *TINY_MODEL, f'--eval_tasks={files[0]}'],
          'eval_tasks .*dataset=synthetic: .*meta.json'),
         (['--dataset=synthetic', f'--init_from={tmp_path}/bare', f'--eval_tasks={files[0]}'], 'no tokenizer'),
-        ([*data, f'--eval_tasks={files[0]}', '--eval_tasks_chat'], 'data/tiny has no chat template: leave out'),
+        ([*data, f'--eval_tasks={files[0]}', '--eval_tasks_chat'],
+         'eval_tasks_chat=True: .*data/tiny has no chat template: leave eval_tasks_chat out$'),
         ([*data, f'--eval_tasks={tmp_path}/prompts.jsonl'],
          'prompts.jsonl, row 1: the prompt has 9 tokens and its answer up to 24, more than the 32'),
     ]  # fmt: skip

@@ -189,7 +189,7 @@ def test_rows_that_may_be_read_in_two_ways_are_refused(tmp_path, row, why):
 
 
 def test_messages_need_a_chat_template(tmp_path):
-    with pytest.raises(ValueError, match='row 1: messages are for a chat template: --apply_chat_template writes them'):
+    with pytest.raises(ValueError, match='row 1: messages are for a chat template: --apply_chat_template writes them$'):
         read(tmp_path, [OF_VERL])
 
 
