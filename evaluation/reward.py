@@ -9,6 +9,7 @@ The file is code, and is run. `text` is what the model wrote, `row` the whole ro
 
 import functools
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -95,7 +96,31 @@ def open_reward(given):
         named = [key for key, value in vars(module).items() if isinstance(value, types.FunctionType)]
         has = f'expected FILE.py:FUNCTION, and it has {", ".join(named) or "none"}'
         raise ValueError(f'reward={given}: {path} has no function {name!r}; {has}')
+    refuse_other_form(given, name, function)
     return Reward(given, function, hashlib.sha256(source).hexdigest())
+
+
+def refuse_other_form(given, name, function):
+    """Raise ValueError for a function that takes other things than a text and its row, such as TRL's: lists of them."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind('', {})
+        if 'completions' not in signature.parameters:
+            return
+    except ValueError:  # one written in C may not say
+        return
+    except TypeError:
+        pass
+    advice = ''
+    if 'completions' in signature.parameters:
+        columns = "**{key: [row[key]] for key in row if key != 'prompt'}"
+        advice = (
+            f"; TRL's gets lists: `def ours(text, row): return {name}(prompts=[row['prompt']], completions=[text], "
+        )
+        advice += f'{columns})[0]` in that file, and name ours'
+    raise ValueError(
+        f'reward={given}: {name}{signature} is called as {name}(text, row), with one answer and its row{advice}'
+    )
 
 
 def in_words(error, given):

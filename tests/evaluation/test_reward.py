@@ -44,6 +44,31 @@ def test_any_number_that_is_finite_is_a_reward():
     assert [value for value in others if rewards.number_of(value) is not None] == []
 
 
+OF_TRL = """\
+def lengths(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+def right(prompts, completions, answer, **kwargs):
+    return [float(c == a) + (p == 'Q') for p, c, a in zip(prompts, completions, answer, strict=True)]
+"""
+
+
+def test_a_function_of_trl_is_refused_with_the_line_that_makes_one_of_ours_of_it(tmp_path, item):
+    path = tmp_path / 'theirs.py'
+    row = item_of('{"prompt": "Q", "answer": "ab"}', 'a.jsonl, row 1', is_own=True)
+    for name, value in (('lengths', 2.0), ('right', 2.0)):
+        path.write_text(OF_TRL)
+        says = rf'{name}\(.*completions.*\) is called as {name}\(text, row\), .*`(def .*)` in that file'
+        with pytest.raises(ValueError, match=says) as caught:
+            open_reward.__wrapped__(f'{path}:{name}')
+        path.write_text(OF_TRL + re.search(says, str(caught.value))[1])
+        assert open_reward.__wrapped__(f'{path}:ours')('ab', row) == value
+    path.write_text('def short(text):\n    return 1\ndef named(text, **row):\n    return 1\nof_c = max\n')
+    for name in ('short', 'named'):
+        with pytest.raises(ValueError, match=rf'{name}\(text.*\) is called as {name}\(text, row\), .* its row$'):
+            open_reward.__wrapped__(f'{path}:{name}')
+    open_reward.__wrapped__(f'{path}:of_c')  # nobody knows what it takes
+
+
 @pytest.mark.parametrize(
     ('body', 'why'),
     [
