@@ -35,7 +35,7 @@ import numpy as np
 
 from evaluation.grading import Rule
 from evaluation.reward import SCORE
-from text.chat_rows import CHOICES, CONTEXTS, MEDIA, question_of, tools_of
+from text.chat_rows import CHOICES, CONTEXTS, MEDIA, SYSTEMS, question_of, tools_of
 
 FORMS = {
     'choices': {'context', 'choices', 'gold'},
@@ -261,7 +261,8 @@ def in_our_form(row, place, is_own=False):
     unread = row.keys() - known.keys() - {asked, *(name.partition('.')[0] for name in truths)}
     if not is_own and (not is_foreign or not truths or unread - BESIDE_TRUTHS):
         return row, None, ''  # which is ours, or is refused
-    if parts := [key for key in (*MEDIA, *(asked == 'question') * (*CONTEXTS, *CHOICES)) if row.get(key)]:
+    seen = (*MEDIA, *SYSTEMS, 'functions', 'history', *(asked == 'question') * (*CONTEXTS, *CHOICES))
+    if parts := [key for key in seen if row.get(key)]:
         raise ValueError(f'{place}: {asked} stands beside {parts[0]}: write all that the model is to see into "prompt"')
     if len({json.dumps(truth) for truth in truths.values()}) > 1 and not is_own:
         raise ValueError(f'{place}: {" and ".join(truths)} differ: leave out what is not the answer')

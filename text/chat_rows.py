@@ -446,6 +446,7 @@ def _messages_of(row, fields):
         return _list_of(row[fields[0]]) if len(fields) == 1 else _turns_of(row, fields[:-1], fields[-1])
     name = next((name for name in LISTS if name in row), None)
     if name:
+        _refuse_bad(row, name)
         return _list_in(row, name)
     if all(row.get(name) for name in PREFERENCES):
         raise ValueError(PREFERENCE_PAIRS)
@@ -454,15 +455,20 @@ def _messages_of(row, fields):
         raise ValueError(f'rows that are {NO_CONVERSATIONS}')
     if _has_choices(row):
         raise ValueError('rows with choices, which are for evaluate.py: --chat_fields names what is read of them')
+    _refuse_bad(row, f'{pair[0]},{pair[1]}')
+    return _turns_of(row, [pair[0], *(name for name in CONTEXTS if name in row)], pair[1])
+
+
+def _refuse_bad(row, fields):
+    """Raise ValueError if a row's label says, or may say, that its answer is a bad one. fields: what is read of it."""
     label = str(row.get('label')).strip()
     if (is_good := _mark_of(label)) is not None:
         row.read.add('label')
-    other = f'--chat_fields={pair[0]},{pair[1]} reads them whatever it is'
+    other = f'--chat_fields={fields} reads them whatever it is'
     if is_good is False:
         raise ValueError(f'rows whose answer is marked as a bad one (label: false or 0); {other}')
     if is_good is None and NUMBER.fullmatch(label):  # a class, of which 0 and 1 are two, or a score; words are no mark
         raise ValueError(f'rows whose label is a number, but neither 0 nor 1; {other}')
-    return _turns_of(row, [pair[0], *(name for name in CONTEXTS if name in row)], pair[1])
 
 
 def _list_in(row, name):

@@ -232,6 +232,8 @@ def test_beside_a_function_a_row_needs_a_prompt_alone(tmp_path):
     for more, why in (
         ({'options': ['a', 'b']}, 'question stands beside options'),
         ({'images': ['a']}, 'beside images'),
+        ({'system': 'Be brief.'}, 'beside system: write all that the model is to see into "prompt"'),
+        ({'functions': [{'name': 'f'}]}, 'beside functions'),
     ):
         with pytest.raises(ValueError, match=why):
             read(tmp_path, [{'question': 'Q', **more}], reward=reward)

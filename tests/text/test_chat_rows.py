@@ -190,6 +190,9 @@ def test_a_label_is_a_mark_in_every_spelling():
         assert json.loads(chat_rows.labelled_of(labelled))[2] is is_good
         assert is_good or 'marked as a bad one' in refused(labelled)
         assert read(labelled, ('prompt', 'completion'))['messages'] == QA
+        labelled = {'messages': QA, 'label': label}
+        assert is_good or 'marked as a bad one' in refused(labelled)
+        assert read(labelled, () if is_good else ('messages',))['messages'] == QA
     for label in (3, 'geography', ''):
         with pytest.raises(ValueError, match='neither true nor false'):
             chat_rows.labelled_of({'prompt': 'q', 'completion': 'a', 'label': label})
@@ -232,6 +235,8 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
         ({'prompt': 'q', 'completion': 'bad', 'label': False}, 'marked as a bad one'),
         ({'prompt': 'q', 'completion': 'bad', 'label': 0}, 'marked as a bad one'),
+        ({'messages': QA, 'label': False}, '(label: false or 0); --chat_fields=messages reads them whatever'),
+        ({'conversations': QA, 'label': 2}, 'label is a number, but neither 0 nor 1; --chat_fields=conversations'),
         ({'question': 'q', 'answer': 'bad', 'label': 'False'}, '--chat_fields=question,answer reads them whatever'),
         ({'prompt': 'q', 'completion': 'a', 'label': '3'}, 'label is a number, but neither 0 nor 1'),
         ({'messages': QA, 'system': ['be kind']}, 'system is no text'),
