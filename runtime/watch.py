@@ -22,6 +22,8 @@ import contextlib
 import functools
 import gc
 import math
+import shlex
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -300,6 +302,10 @@ class Watch:
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             self.saver.wait()
         self.watchdog.close()
-        self.say(self.stop_request.end(step, self.config.max_iters, self.best.why_end()))
+        config, early = self.config, self.best.why_end()
+        self.say(self.stop_request.end(step, config.max_iters, early))
+        # A run without a tokenizer, as of synthetic data, has nothing to say.
+        if (step == config.max_iters or early) and config.keep_checkpoints and Path(config.out_dir, 'model').is_dir():
+            self.say(f'next: python sample.py --out_dir={shlex.quote(config.out_dir)}')
         self.log.close()
         processes.leave(self.stop_request.exit_code)

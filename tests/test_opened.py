@@ -26,7 +26,11 @@ RUNS = {
     'documents': ('train_ddp.py', [*TINY_MODEL[:4], '--arch=enoki', '--dataset=bytes', '--windows=documents']),
     'experts': ('train_ddp.py', [*OWN, '--arch=qwen3', '--n_experts=4', '--experts_per_token=2']),
     'chat': ('train_ddp.py', ['--init_from={}/llama', '--dataset=chats']),
-    'pairs': ('train_dpo.py', ['--init_from={}/chat', '--dataset=pairs']),
+    'pairs': ('train_dpo.py', ['--init_from={}/chat', '--dataset=pairs', '--learning_rate=6e-4']),
+    'rewards': (
+        'train_grpo.py',
+        ['--init_from={}/chat', '--prompts={}/asked.jsonl', '--prompts_chat', '--prompts_per_step=1'],
+    ),
     'tuned': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--rope_theta=500']),
     'lora': (
         'train_ddp.py',
@@ -36,8 +40,8 @@ RUNS = {
 }
 EXPORTS = {f'{name}_exported': name for name in ('llama', 'documents', 'chat', 'lora')}  # the second has model.py in it
 KINDS = [*RUNS, *EXPORTS, 'folder', 'earlier']  # the last: a run of a version that kept no language
-OF_CHATS = {'chat', 'pairs', 'tuned', 'lora', 'native', 'chat_exported', 'lora_exported', 'folder'}
-SAID = {}  # {name of a dataset: what prepare_data.py has printed}
+OF_CHATS = {'chat', 'pairs', 'rewards', 'tuned', 'lora', 'native', 'chat_exported', 'lora_exported', 'folder'}
+SAID = {}  # {name of a dataset: what prepare_data.py has printed}, {f'run {name}': what the train script has}
 ANSWERED = {}  # {kind: the ids that sample.py has drawn at temperature 0}
 
 
@@ -64,7 +68,8 @@ def place(tmp_path_factory):
     def train(name):
         script, keys = RUNS[name]
         keys = [key.replace('{}', str(place)) for key in keys]
-        fork_script(script, *KEYS, f'--data_dir={place}/data', *keys, f'--out_dir={place}/{name}')
+        out_dir = f'--out_dir={place}/{name}'
+        SAID[f'run {name}'] = fork_script(script, *KEYS, f'--data_dir={place}/data', *keys, out_dir)[0].stdout
 
     prepare('text', 'text.txt', '--vocab_size=300')
     prepare('bytes', 'text.txt', '--tokenizer=bytes')
@@ -79,6 +84,7 @@ def place(tmp_path_factory):
     assert 'no chat template' not in prepare('pairs', 'pairs.jsonl', '--pairs', f'--tokenizer={place}/chat')
     prepare('bytes_pairs', 'pairs.jsonl', '--pairs', f'--tokenizer={place}/data/chats')
     train('pairs')
+    train('rewards')
     for name, run in EXPORTS.items():
         fork_script('export_model.py', f'--out_dir={place}/{run}', f'--to={place}/{name}')
     shutil.copytree(place / 'llama', place / 'earlier')
@@ -127,7 +133,12 @@ def test_two_ranks_that_share_the_weights_score_as_one_does(place, kind, shard):
     assert shared['perplexity'] == pytest.approx(alone['perplexity'], rel=1e-4)
 
 
-BEGUN_FROM = [*(name for name in RUNS if name != 'pairs'), 'llama_exported', 'documents_exported', 'earlier']
+BEGUN_FROM = [
+    *(name for name in RUNS if name not in ('pairs', 'rewards')),
+    'llama_exported',
+    'documents_exported',
+    'earlier',
+]
 
 
 @pytest.mark.parametrize('kind', BEGUN_FROM)
@@ -210,6 +221,14 @@ def test_the_command_that_prepare_data_names_next_can_be_typed(place, name, tmp_
     wide = ['--batch_size=1', '--global_batch_size=1'] if 'folder' in name else []
     fork_script(*command, *shorter, *wide)
     assert len(column(tmp_path / 'run', 'loss')) >= 1 and (tmp_path / 'run' / 'DONE').exists()
+
+
+@pytest.mark.parametrize('name', RUNS)
+def test_the_command_that_a_run_names_at_its_end_can_be_typed(place, name):
+    (line,) = [line for line in SAID[f'run {name}'].splitlines() if ' next: ' in line]
+    python, *command = shlex.split(line.partition(' next: ')[2])
+    (ended,) = fork_script(*command, '--prompt=q7', '--max_new_tokens=4', '--device=cpu')
+    assert python == 'python' and ended.stdout.strip()
 
 
 def test_preferences_and_rewards_are_learned_gently_where_nothing_else_is_said(place, tmp_path):
