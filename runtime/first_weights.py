@@ -122,9 +122,12 @@ def open_folder(run):
 
     config = run.config
     if run.strategy == 'pipeline' and not config.native:  # said before anything has to be downloaded
+        how = '--native=True'
+        if run.start:  # whose checkpoint has other names
+            how = f'`python export_model.py --out_dir={config.init_from}`, and begin with that folder and {how}'
         raise ValueError(
-            f"init_from={config.init_from}: transformers' class is not cut into stages: use train_fsdp.py, "
-            f'or --native=True for what model.py computes ({", ".join(native.SAME_AS)})'
+            f"init_from={config.init_from}: transformers' class is not cut into stages: use train_fsdp.py, or {how} "
+            f'for what model.py computes ({", ".join(native.SAME_AS)})'
         )
     if config.native and not run.start:
         native.refuse_other_families(config.init_from)

@@ -5,13 +5,16 @@ import json
 import re
 import shlex
 import shutil
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launch import REPO, TINY_MODEL, TINY_RUN, fork_script, refusals
 from outputs import as_of_step, assert_same_weights, column
+from precision import assert_same_run
 from pretrained import save_model, write_chats
+from short import slow_but
 
 from runtime.first_weights import run_or_export
 from runtime.opened import language_of_run
@@ -36,11 +39,12 @@ RUNS = {
         'train_ddp.py',
         ['--init_from={}/folder', '--dataset=folder_chats', '--lora_rank=2', '--frozen_dtype=bfloat16'],
     ),
+    'nf4': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--lora_rank=2', '--frozen_dtype=nf4']),
     'native': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--native=True']),
 }
 EXPORTS = {f'{name}_exported': name for name in ('llama', 'documents', 'chat', 'lora')}  # the second has model.py in it
 KINDS = [*RUNS, *EXPORTS, 'folder', 'earlier']  # the last: a run of a version that kept no language
-OF_CHATS = {'chat', 'pairs', 'rewards', 'tuned', 'lora', 'native', 'chat_exported', 'lora_exported', 'folder'}
+OF_CHATS = {'chat', 'pairs', 'rewards', 'tuned', 'lora', 'nf4', 'native', 'chat_exported', 'lora_exported', 'folder'}
 SAID = {}  # {name of a dataset: what prepare_data.py has printed}, {f'run {name}': what the train script has}
 ANSWERED = {}  # {kind: the ids that sample.py has drawn at temperature 0}
 
@@ -58,7 +62,7 @@ def place(tmp_path_factory):
             file.write(json.dumps({'prompt': [question], 'chosen': [answer], 'rejected': [worse]}) + '\n')
     (place / 'tasks.jsonl').write_text('{"context": "12 sheep and", "continuation": "12 goats"}\n')
     (place / 'asked.jsonl').write_text('{"prompt": "q7", "answer": "0", "max_new_tokens": 4}\n')
-    save_model(place / 'folder', 'llama')
+    save_model(place / 'folder', 'llama_64')  # whose rows nf4 can store
 
     def prepare(name, source, *keys):
         command = f'--dataset={place}/{source}', f'--name={name}', f'--data_dir={place}/data', '--val_fraction=0.1'
@@ -79,7 +83,7 @@ def place(tmp_path_factory):
     prepare('more_text', 'text.txt', f'--tokenizer={place}/llama')
     said = prepare('chats', 'chats.jsonl', f'--tokenizer={place}/llama')
     assert f'{place}/llama has no chat template: conversations are written as ChatML' in said
-    for name in ('documents', 'experts', 'chat', 'tuned', 'lora', 'native'):
+    for name in ('documents', 'experts', 'chat', 'tuned', 'lora', 'nf4', 'native'):
         train(name)
     assert 'no chat template' not in prepare('pairs', 'pairs.jsonl', '--pairs', f'--tokenizer={place}/chat')
     prepare('bytes_pairs', 'pairs.jsonl', '--pairs', f'--tokenizer={place}/data/chats')
@@ -153,6 +157,29 @@ def test_a_run_begins_with_the_last_validation_loss_of_the_one_it_begins_from(pl
     assert begins == ended
 
 
+LAYOUTS = {
+    'stages': ('train_pipeline.py', ['--pipeline_stages=2']),
+    'matrices': ('train_parallel.py', ['--tensor_parallel=2']),
+    'shards': ('train_fsdp.py', []),
+    'replicas': ('train_diloco.py', ['--num_replicas=2', '--inner_steps=1']),
+    'engine': ('train_deepspeed.py', []),
+}
+OF_LAYOUTS = [('native', layout) for layout in LAYOUTS]
+OF_LAYOUTS += [('tuned', 'replicas'), ('tuned', 'engine'), ('lora', 'replicas'), ('nf4', 'replicas'), ('nf4', 'shards')]
+SHORT = ['native, stages', 'native, matrices', 'lora, replicas', 'nf4, shards']
+
+
+@pytest.mark.parametrize('kind, layout', slow_but(SHORT, OF_LAYOUTS, lambda *names: ', '.join(names)))
+def test_on_two_ranks_it_begins_with_that_loss_too_whatever_they_share(place, kind, layout, tmp_path):
+    script, keys = LAYOUTS[layout]
+    if layout == 'engine' and find_spec('deepspeed') is None:
+        pytest.skip('pip install -r requirements-deepspeed.txt')
+    data = f'--data_dir={place}/data', '--dataset=folder_chats', f'--out_dir={tmp_path}/run'
+    more = f'--init_from={place}/{kind}', '--max_iters=1', '--batch_size=2', *keys
+    fork_script(script, *KEYS, *data, *more, nproc=2)
+    assert_same_run(column(tmp_path / 'run', 'val_loss')[:1], column(place / kind, 'val_loss')[-1:])
+
+
 def test_a_run_keeps_its_language_when_its_dataset_is_prepared_anew_or_gone(place, tmp_path):
     """A run of an earlier version refuses to speak with another tokenizer, and says which keys help."""
     text, away = place / 'data' / 'text', tmp_path / 'data' / 'text'
@@ -194,18 +221,23 @@ def test_a_run_goes_on_without_what_it_began_with(place, kind, tmp_path):
 
 def test_what_a_model_cannot_be_begun_with_is_said_with_the_command_that_mends_it(place, tmp_path):
     common = [*KEYS, f'--data_dir={place}/data', f'--out_dir={tmp_path}/run', '--dataset=folder_chats']
-    for more, says in (
+    ddp, export = 'train_ddp.py', '`python export_model.py --out_dir='
+    for script, keys, says in (
+        (ddp, ['--init_from={}/lora', '--lora_rank=4'], f'lora_rank=4 .*has lora_rank=2: .*{export}'),
+        (ddp, ['--init_from={}/native', '--native=False'], 'native=False .*has native=True'),
+        (ddp, ['--init_from={}/llama'], 'knows the tokens of .*--tokenizer=.*/llama`'),
+        (ddp, ['--init_from={}/earlier'], 'knows the tokens of .*--tokenizer=.*/data/text`'),
+        (ddp, ['--init_from={}/llama', '--dataset=text', '--lora_rank=2'], export),
         (
-            ['--init_from={}/lora', '--lora_rank=4'],
-            'lora_rank=4 .*has lora_rank=2: .*`python export_model.py --out_dir=',
+            'train_pipeline.py',
+            ['--init_from={}/lora'],
+            f'{export}.*/lora`, and begin with that folder and --native=True',
         ),
-        (['--init_from={}/native', '--native=False'], 'native=False .*has native=True'),
-        (['--init_from={}/llama'], 'knows the tokens of .*--tokenizer=.*/llama`'),
-        (['--init_from={}/earlier'], 'knows the tokens of .*--tokenizer=.*/data/text`'),
-        (['--init_from={}/llama', '--dataset=text', '--lora_rank=2'], '`python export_model.py --out_dir='),
+        ('train_parallel.py', ['--init_from={}/tuned', '--tensor_parallel=2'], 'models of transformers are not cut'),
+        ('train_deepspeed.py', ['--init_from={}/nf4'], 'DeepSpeed keeps all weights in one dtype: use train_fsdp.py'),
     ):
-        (line,) = refusals([['train_ddp.py', *common, *(key.replace('{}', str(place)) for key in more)]])
-        assert re.search(says, line), line
+        lines = refusals([[script, *common, *(key.replace('{}', str(place)) for key in keys)]] * 2)
+        assert all(re.search(says, line) for line in lines), lines
     assert not (tmp_path / 'run').exists()
 
 
