@@ -191,7 +191,10 @@ class StopRequest:
         if is_done:
             why = f': {early}; a larger --patience goes on' if early and step < max_iters else ''
             return f'done: {step} of {max_iters} steps{why}, files in {self.out_dir}'
-        return f'stopped as asked ({self.reason}): {step} of {max_iters} steps; the same command goes on'
+        after = '; what torchrun prints below is harmless' * bool(
+            self.exit_code and 'TORCHELASTIC_RUN_ID' in os.environ
+        )
+        return f'stopped as asked ({self.reason}): {step} of {max_iters} steps; the same command goes on{after}'
 
 
 # --- repeated failures ------------------------------------------------------------------------------------------------
