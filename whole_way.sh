@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From text to a model that you can talk to, with every stage between (docs/whole_way.md): 15 minutes on two CPU cores.
+# From text to a model that you can talk to, with every stage between (docs/whole_way.md): 13 minutes on two CPU cores.
 #
 #     bash whole_way.sh
 #     bash whole_way.sh --max_iters=2         # arguments go to the four train scripts

@@ -12,7 +12,7 @@ dataset = 'way_chats'
 
 global_batch_size = 8
 batch_size = global_batch_size // int(os.environ.get('WORLD_SIZE', '1'))
-num_epochs = 3  # then about half of the sums are right, which leaves something to the stages behind it
+num_epochs = 3  # then a quarter to a half of the sums are right, which leaves something to the stages behind it
 learning_rate = 2e-3
 min_lr = 0.0
 warmup_iters = 50

@@ -1,4 +1,4 @@
-# Last stage of docs/whole_way.md: the chat model practises sums that nobody tells it. 5 minutes on two cores.
+# Last stage of docs/whole_way.md: the chat model practises sums that nobody tells it. 7 minutes on two cores.
 #
 #   torchrun --nproc_per_node=2 train_grpo.py config/way_grpo.py --eval_tasks=way/sums.jsonl --eval_tasks_chat
 

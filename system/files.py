@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 ROOMS = (
     'runtime', 'system', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool',
+    'proving',
 )  # fmt: skip
 LARGEST_JSON = 2**28  # bytes; the index of an 8B model's 900 tensors, in 1024 pieces each, takes 100 MB
 IN_WORDS = {str: 'a text', bool: 'true or false', int: 'a whole number from 0 on', float: 'a number'}

@@ -42,7 +42,6 @@ import torch
 import torch.distributed as dist
 from launch import free_ports
 from on_cuda import model_on_cuda
-from precision import gap_of_choice, in_float64
 from streams import is_ours
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
@@ -51,14 +50,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 FLOAT32 = torch.float32
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SMALL_GRADIENT = 1e-3  # if the norm of all is clipped to 1, the gradient of one of 100,000 weights is 3e-3 or so
 sys.path.insert(0, HERE)
 
 import optim
-from huggingface import finetune, lora
-from huggingface.files import Weights
-from model import GPT, Router
-from runtime import begin, checkpoint, health, meter, rollouts
+from huggingface import finetune
+from model import GPT
+from proving.scripts import SMALL_GRADIENT, noting_gaps, same_answers, script_in_float64
+from runtime import begin, checkpoint, health, meter
 from system import processes
 
 leave, processes.leave = processes.leave, lambda code=0: None  # the next case runs in the same process
@@ -172,70 +170,14 @@ def noting(gradients):
 def beginning_with(path, gaps):
     """A context in which a GPT begins with the weights in a file. `gaps` gets gap_of_choice() of each batch of a
     router."""
-    weights, choose = torch.load(path), Router.forward
+    weights = torch.load(path)
 
     def initial_value(model, name, parameter, seed, device):
         assert parameter.shape == weights[name].shape
         return weights[name].to(torch.float32)  # float64 in in_float64()
 
-    def note_gap(router, x, *args):
-        said = choose(router, x, *args)
-        p = said[2].softmax(-1)
-        gaps.append(gap_of_choice(p if router.bias is None else p + router.bias, router.k))
-        return said
-
-    with mock.patch.object(GPT, 'initial_value', initial_value), mock.patch.object(Router, 'forward', note_gap):
+    with mock.patch.object(GPT, 'initial_value', initial_value), noting_gaps(gaps):
         yield
-
-
-@contextlib.contextmanager
-def answers_of_first(path):
-    """A context in which train_grpo.py keeps its answers in a file, or, where there is one, learns from those."""
-    steps = torch.load(path, weights_only=False) if os.path.exists(path) else []
-    known, write = len(steps), rollouts.write_groups
-
-    def groups_of(model, run, step, beat):
-        if step >= known:
-            of_ranks = [None] * run.world_size
-            dist.all_gather_object(of_ranks, write(model, run, step, beat))
-            steps.append(sum(of_ranks, []))
-        of_rank = len(steps[step]) // run.world_size
-        return steps[step][run.rank * of_rank :][:of_rank]
-
-    with mock.patch.object(rollouts, 'write_groups', groups_of):
-        yield
-    if RANK == 0 and not known:
-        torch.save(steps, path)
-
-
-def has_experts(model):
-    """In place of finetune.has_uneven_experts() in in_float64(), which grouped_mm does not take."""
-    return any('.experts.' in name for name, _ in model.named_parameters())
-
-
-def as_stored(read):
-    """A function that reads files, for in_float64(): the library for them looks up what torch.float32 is."""
-
-    @functools.wraps(read)
-    def call(*args):
-        with mock.patch.object(torch, 'float32', FLOAT32):
-            return read(*args)
-
-    return call
-
-
-def as_drawn_in_fp32(draw):
-    """A function that draws initial values, for in_float64(): float64 takes other bits of the generator."""
-
-    @functools.wraps(draw)
-    def call(*args):
-        torch.set_default_dtype(FLOAT32)
-        try:
-            return draw(*args).to(torch.float64)
-        finally:
-            torch.set_default_dtype(torch.float64)
-
-    return call
 
 
 def local_bytes(tensors):
@@ -272,16 +214,11 @@ def run(case, number):
             if folder := os.environ.get(cuda_lines.FOLDER):
                 stack.enter_context(cuda_lines.tracing_into(folder))
         if case.get('float64'):
-            stack.enter_context(in_float64())
-            for place, name in ((Weights, 'read'), (finetune, 'whole_model')):
-                stack.enter_context(mock.patch.object(place, name, as_stored(getattr(place, name))))
-            for place, name in ((GPT, 'initial_value'), (lora, 'initial_lora_a')):
-                stack.enter_context(mock.patch.object(place, name, as_drawn_in_fp32(getattr(place, name))))
-            stack.enter_context(mock.patch.object(finetune, 'has_uneven_experts', has_experts))
+            stack.enter_context(script_in_float64())
         if case.get('start'):
             stack.enter_context(beginning_with(case['start'], gaps))
         if case.get('answers'):
-            stack.enter_context(answers_of_first(case['answers']))
+            stack.enter_context(same_answers(case['answers']))
         if case.get('gradients'):
             stack.enter_context(noting(gradients))
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')

@@ -14,7 +14,6 @@ near tie falls to either side, and all that follows is another computation. So a
 which none is near a tie (let_tokens_choose() of experts.py), and asserts that gap_of_choice() is above MARGIN.
 """
 
-import contextlib
 import math
 import statistics
 from unittest import mock
@@ -22,18 +21,18 @@ from unittest import mock
 import torch
 
 from evaluation import sampling
+from proving.precision import (  # noqa: F401 - tests import them from here
+    EPS,
+    FLOOR,
+    TIMES,
+    error,
+    gap_of_choice,
+    in_float64,
+    times_further,
+)
 
-EPS = torch.finfo(torch.float32).eps  # 1.2e-7, the distance from 1 to the next fp32 number
-
-# A layout on many ranks may be this many times as far from float64 as one process is in the same precision. Both errors
-# are sums of equally many roundings, so they have the same size, but each is random. Up to 2.5 times have been seen in
-# fp32 for gradients that cancel, and 1.2 times for all others.
-TIMES = 4
-
-# The smallest error that one process is taken to have. The error of a single number, such as a loss, may happen to be
-# 0, and other layouts need not be that lucky. 2 eps is the error of adding up a handful of numbers. In bf16 a loss is
-# the mean over a few hundred tokens, each rounded by half an eps, and these average out to about FLOOR_IN_HALF.
-FLOOR = 2 * EPS
+# As FLOOR, in bf16. A loss is the mean over a few hundred tokens, each rounded by half an eps, and these average out to
+# about this.
 FLOOR_IN_HALF = torch.finfo(torch.bfloat16).eps / 16
 
 # How far two runs may be apart after one step, relatively: each may be as far from float64 as TIMES and FLOOR allow.
@@ -41,22 +40,6 @@ APART = 2 * TIMES * FLOOR
 
 # Of probabilities and logits. Two layouts have been seen to be 5e-7 apart in them after 20 steps of training.
 MARGIN = 1e-4
-
-
-def error(found, exact):
-    """Norm of the difference / norm of `exact`, in float64. Takes numbers, lists of numbers, and tensors."""
-    found, exact = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (found, exact))
-    assert found.shape == exact.shape, (found.shape, exact.shape)
-    difference, size = torch.linalg.vector_norm(found - exact).item(), torch.linalg.vector_norm(exact).item()
-    if difference == 0:  # also where the norm is 0: for an empty slice, or moments of what had no gradient
-        return 0.0
-    # A NaN counts as infinitely far. As it is, max() would keep or drop it, depending on the order of its arguments.
-    return difference / size if size and not math.isnan(difference) else math.inf
-
-
-def times_further(found, one_process, float64, floor=FLOOR):
-    """How many times as far as one process `found` is from float64: at most TIMES, if it computes the same."""
-    return error(found, float64) / max(error(one_process, float64), floor)
 
 
 def all_times_further(found, one_process, float64, floor=FLOOR):
@@ -106,13 +89,6 @@ def assert_same_run(found, expected, about=None, every=1):
         assert difference <= most, f'{about or ""}, row {number}: {ours} and {theirs} are {difference:.2e} apart'
 
 
-def gap_of_choice(scores, k=1):
-    """How far the last of the k chosen is before the first one that is not, where the two are closest: (..., n) -> a
-    number, infinite if all are chosen."""
-    first_ones = scores.detach().topk(min(k + 1, scores.shape[-1])).values
-    return (first_ones[..., k - 1] - first_ones[..., k]).min().item() if k < scores.shape[-1] else math.inf
-
-
 def likeliest(logits):
     """The likeliest token of each row, which must not be near a tie."""
     assert gap_of_choice(logits) > MARGIN, 'a near tie: take other weights'
@@ -130,17 +106,3 @@ def gap_of_text(model, prompts, max_new_tokens):
     with mock.patch.object(sampling, 'sample_token', note_gap):
         sampling.generate_batch(model, prompts, max_new_tokens)
     return min(gaps)
-
-
-@contextlib.contextmanager
-def in_float64():
-    """A context in which model.py computes in float64 what it computes in fp32 whatever its dtype: losses and norms."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with (
-            mock.patch.multiple(torch, float32=torch.float64),
-            mock.patch.object(torch.Tensor, 'float', torch.Tensor.double),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)

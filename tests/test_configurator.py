@@ -229,6 +229,7 @@ PATHS = {  # keys that name files or folders, by script; all train scripts have 
     'export_model': {'out_dir', 'data_dir', 'to'},
     'download_model': {'model', 'to'},
     'compare': {'out_dir', 'measured', 'links', 'plot', 'output'},
+    'prove': {'output'},
     'report': {'out_dir'},
 }
 

@@ -24,7 +24,7 @@ NAMES = [str(page.relative_to(REPO)) for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'evaluate.py']
-SCRIPTS += ['compare.py', 'report.py']
+SCRIPTS += ['compare.py', 'prove.py', 'report.py']
 ROOMS += ('benchmarks',)
 
 # Files that readers make, or that belong to another project.
@@ -69,7 +69,7 @@ def keys_of(script):
         assert keys, f'{script} --help lists no keys'
     else:
         keys = set(re.findall(r"'--(\w+)'", (REPO / script).read_text()))  # most import torch before they answer
-    if script in ('compare.py', 'benchmarks/coordinates.py'):  # they pass keys on to train scripts
+    if script in ('compare.py', 'prove.py', 'benchmarks/coordinates.py'):  # they pass keys on to train scripts
         keys |= keys_of_all(TRAIN_SCRIPTS)
     return keys | {'help', 'version'}
 

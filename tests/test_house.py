@@ -13,7 +13,7 @@ from system.files import ROOMS
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
-SCRIPTS |= {'evaluate.py', 'report.py'}
+SCRIPTS |= {'evaluate.py', 'report.py', 'prove.py'}
 LESSONS = {f'{name}_manual.py' for name in ('fsdp', 'context', 'tensor', 'expert', 'pipeline')}
 LESSONS |= {'diloco.py', 'deepspeed_engine.py', 'float8.py'}
 FSDP = {'fsdp.py'}  # it chooses between torch's and fsdp_manual.py
@@ -22,7 +22,7 @@ SHARED = {'data.py', 'logprobs.py'}
 # Two files lie higher than the rest of their room: one measures replicas, one shows what a run would read.
 FLOORS = [
     SCRIPTS,
-    {'pool', 'comparison'},
+    {'pool', 'comparison', 'proving'},
     {'runtime', 'exchange/diloco_check.py'},
     {'evaluation', 'text/peek.py'},
     {'planning'},

@@ -1,0 +1,90 @@
+"""prove.py as a user types it: layouts that are right, faults that it finds, what it refuses."""
+
+import json
+
+import pytest
+from chats import write_rows
+from corruptions import CORRUPTIONS, corrupt, prove
+from launch import run_script
+from pretrained import save_model
+
+SHORT = ['ddp: all ranks read the data of the first', 'tensor: norm counts uncut parameters twice']
+
+
+def proven(tmp_path, *keys, code=0):
+    """(what prove.py writes: {(layout, ranks): row}, what it prints)"""
+    path = tmp_path / 'prove.json'
+    ended = run_script('prove.py', *keys, f'--output={path}', check=False)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    rows = json.loads(path.read_text())['layouts'] if path.exists() else []
+    return {(row['layout'], row['ranks']): row for row in rows}, ended.stdout + ended.stderr
+
+
+def test_layouts_are_right_or_say_why_they_are_skipped(tmp_path):
+    rows, said = proven(tmp_path, 'config/quickstart.py', '--layouts=ddp,tensor 2,experts 2')
+    assert {name: row['verdict'] for (name, _), row in rows.items()} == {
+        'ddp': 'ok', 'tensor 2': 'ok', 'experts 2': 'skipped',
+    }  # fmt: skip
+    assert all(0 < rows['tensor 2', 2]['worst'][kind] <= 4 for kind in ('gradient', 'norm', 'update', 'loss'))
+    assert 'n_experts=0' in rows['experts 2', 2]['lines'][0] and '2 ok, 0 WRONG, 1 skipped, 0 failed' in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config', ['quickstart', 'moe_quickstart', 'gpt2_124m', 'enoki_8h', 'qwen3_6h'])
+def test_every_layout_of_2_and_4_ranks_is_right(tmp_path, config):
+    rows, said = proven(tmp_path, f'config/{config}.py', '--nproc=2,4')
+    assert {row['verdict'] for row in rows.values()} == {'ok', 'skipped'}, said
+    assert sum(row['verdict'] == 'ok' for row in rows.values()) >= 25, said
+
+
+@pytest.mark.slow
+def test_models_of_transformers_lora_pairs_and_rewards(tmp_path):
+    save_model(tmp_path / 'llama', 'llama', max_position_embeddings=64)
+    write_rows(tmp_path / 'prompts.jsonl', [{'prompt': f'{n}:', 'answer': str(n), 'rule': 'gsm8k'} for n in range(20)])
+    start = f'--init_from={tmp_path}/llama'
+    for keys in (
+        [start, '--nproc=3'],
+        [start, '--lora_rank=4'],
+        [start, '--learns_from=pairs'],
+        [start, f'--prompts={tmp_path}/prompts.jsonl', '--reward=exact_match_flexible', '--block_size=64'],
+    ):
+        rows, said = proven(tmp_path, *keys, '--layouts=ddp,fsdp,manual,context')
+        assert {row['verdict'] for row in rows.values()} <= {'ok', 'skipped'}, said
+        assert {'ddp', 'fsdp'} <= {name for (name, _), row in rows.items() if row['verdict'] == 'ok'}, said
+
+
+@pytest.mark.parametrize(
+    'corruption',
+    [pytest.param(one, marks=() if one.name in SHORT else pytest.mark.slow, id=one.name) for one in CORRUPTIONS],
+)
+def test_a_fault_is_found_and_its_cause_named(tmp_path, corruption):
+    corrupt(corruption, tmp_path / 'code')
+    code, found, said = prove(tmp_path / 'code', corruption)
+    assert code == 1, said
+    assert any(corruption.says in line for line in found['layouts'][-1]['lines']), said
+
+
+@pytest.mark.parametrize(
+    'keys, code, line',
+    [
+        (['--layouts=tenser'], 2, 'error: layouts=tenser: expected some of ddp, fsdp, fsdp zero 2, '),
+        (['--nproc=1'], 2, 'error: --nproc expects '),
+        (['--dataset=gone', '--layouts=ddp'], 2, 'error: one process: dataset=gone: there is no '),
+        (['--dropout=0.5', '--layouts=ddp'], 2, 'error: dropout=0.5: each layout draws noise of its own'),
+        (['--n_embd=66', '--layouts=ddp'], 2, 'error: one process: n_embd=66'),
+    ],
+)
+def test_what_cannot_be_proven_ends_in_one_line(tmp_path, keys, code, line):
+    rows, said = proven(tmp_path, *keys, code=code)
+    assert not rows and line in said and 'Traceback' not in said, said
+
+
+def test_a_layout_that_does_not_start_leaves_the_others(tmp_path):
+    """Here because a rank's process is killed."""
+    code = tmp_path / 'code'
+    killed = {'import data\n': 'import os\n\nos.kill(os.getpid(), 9)\n'}
+    corrupt(CORRUPTIONS[0]._replace(file='train_fsdp.py', changes=killed), code)
+    ended = run_script(code / 'prove.py', '--layouts=ddp,fsdp', f'--output={tmp_path}/out.json', check=False)
+    rows = {row['layout']: row['verdict'] for row in json.loads((tmp_path / 'out.json').read_text())['layouts']}
+    assert ended.returncode == 2 and rows == {'ddp': 'ok', 'fsdp': 'failed'}
+    assert 'was killed' in ended.stdout
