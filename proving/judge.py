@@ -96,7 +96,7 @@ def judge(ranks, one, exact):
     verdict = Verdict()
     judge_tensors(verdict, 'gradient', ranks, one, exact)
     judge_numbers(verdict, 'norm', ranks, one, exact)
-    if not verdict.findings:  # else the update follows from these
+    if not any(finding.kind == 'gradient' or finding.name == 'step 1' for finding in verdict.findings):
         judge_tensors(verdict, 'update', ranks, one, exact)
     judge_numbers(verdict, 'loss', ranks, one, exact)
     return verdict

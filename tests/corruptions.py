@@ -331,7 +331,7 @@ CORRUPTIONS = [
     Corruption(
         'fsdp: a rank skips its update',
         'train_fsdp.py',
-        {'    scaler.step(opt, skip=skip)': '    scaler.step(opt, skip=skip | torch.tensor(rank == 1))'},
+        {'    scaler.step(opt, skip=skip)': '    scaler.step(opt, skip=torch.tensor(float(rank == 1)))'},
         'fsdp',
         2,
         'though the gradient is right',
@@ -353,12 +353,12 @@ CORRUPTIONS = [
         'data ranks count 2, 0 times',
     ),
     Corruption(
-        'ddp: a mean of means',
-        'train_ddp.py',
+        'fsdp: a mean of means',
+        'train_fsdp.py',
         {'loss_sum * loss_scale': 'loss_sum / (batch[1] >= 0).sum() / run.layout.micro_steps'},
-        'ddp',
+        'fsdp',
         2,
-        'count',
+        'a mean of means',
     ),
     Corruption(
         "diloco: a replica counts another one's targets",
