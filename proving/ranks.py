@@ -63,7 +63,7 @@ def be_a_rank(rank, function, folder, log):
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ['WORLD_SIZE'])))
+    torch.set_num_threads(1)  # OpenMP would wait for the threads with which the parent has computed: a fork has none
     code = 1
     try:
         torch.save(function(rank), folder / f'result_{rank}')

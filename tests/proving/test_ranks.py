@@ -1,0 +1,41 @@
+"""Forked ranks: what they return, and what is said of one that ends."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from proving.ranks import RankFailed, run_ranks
+
+
+def product(rank):
+    return float((torch.ones(700, 700) @ torch.ones(700, 700)).sum()) + rank
+
+
+def test_ranks_compute_after_a_parent_that_has_computed_with_threads():
+    torch.set_num_threads(2)
+    alone = product(0)
+    assert run_ranks(2, product, timeout_s=120) == [alone, alone + 1]
+
+
+def on_rank_1(what):
+    def function(rank):
+        dist.init_process_group('gloo')
+        if rank == 1:
+            what()
+        dist.barrier()
+
+    return function
+
+
+def refuse():
+    raise ValueError('no such key')
+
+
+def test_the_error_of_the_rank_that_failed_first_is_raised():
+    with pytest.raises(RankFailed, match='no such key'):
+        run_ranks(2, on_rank_1(refuse), timeout_s=120)
+    with pytest.raises(RankFailed, match='rank 1 was killed'):
+        run_ranks(2, on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL)), timeout_s=120)
