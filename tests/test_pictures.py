@@ -11,6 +11,7 @@ from launch import REPO
 sys.path.append(str(REPO / 'docs' / 'pictures'))
 
 import draw_card
+import draw_prove
 import draw_strategies
 import placements
 import svg
@@ -68,6 +69,14 @@ def test_the_picture_of_the_h100_is_drawn_from_its_results_and_kernels_fit_into_
     assert (svg.ASSETS / f'h100_{theme.name}.svg').read_text() == draw_card.draw(found, theme).svg()
     for name, _ in draw_card.STEPS:
         assert 0.9 * found[name]['total'] < sum(found[name]['kernels_ms'].values()) < found[name]['total'], name
+
+
+@pytest.mark.parametrize('theme', [svg.LIGHT, svg.DARK], ids=['light', 'dark'])
+def test_the_picture_of_wrong_updates_is_drawn_from_its_results(theme):
+    found = json.loads(draw_prove.RESULTS.read_text())
+    assert (svg.ASSETS / f'prove_{theme.name}.svg').read_text() == draw_prove.draw(found, theme).svg()
+    assert max(abs(a / b - 1) for a, b in zip(found['two'], found['one'], strict=True)) < 0.007
+    assert min(map(min, (found['ratios'][of] for of in ('q_norm', 'k_norm')))) > 1.6 > max(found['ratios']['q_proj'])
 
 
 def test_drawings_are_small_and_plain():

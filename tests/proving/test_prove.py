@@ -30,11 +30,14 @@ def test_layouts_are_right_or_say_why_they_are_skipped(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('config', ['quickstart', 'moe_quickstart', 'gpt2_124m', 'enoki_8h', 'qwen3_6h'])
-def test_every_layout_of_2_and_4_ranks_is_right(tmp_path, config):
-    rows, said = proven(tmp_path, f'config/{config}.py', '--nproc=2,4')
+@pytest.mark.parametrize(
+    'config, nproc, least', [('quickstart', '2,4', 40), ('moe_quickstart', '2,4', 30), ('gpt2_124m', '2', 15),
+                             ('enoki_8h', '3', 11), ('qwen3_6h', '2', 15)]
+)  # fmt: skip
+def test_every_layout_is_right(tmp_path, config, nproc, least):
+    rows, said = proven(tmp_path, f'config/{config}.py', f'--nproc={nproc}')
     assert {row['verdict'] for row in rows.values()} == {'ok', 'skipped'}, said
-    assert sum(row['verdict'] == 'ok' for row in rows.values()) >= 25, said
+    assert sum(row['verdict'] == 'ok' for row in rows.values()) >= least, said
 
 
 @pytest.mark.slow
