@@ -209,8 +209,10 @@ def wait_for_rank_0(folder, patience_s):
     """What each rank gets, or its error, if rank 0 takes longer for an answer than the process group waits."""
     store = dist.FileStore(f'{folder}/short_{patience_s}', 2)
     rank = dist.get_rank()
+    dist.barrier()  # a rank that leaves a group before another has joined it takes the connection away
     dist.destroy_process_group()
     dist.init_process_group('gloo', store=store, rank=rank, world_size=2)  # with time for ranks that start late
+    dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     try:
         return collectives.on_rank_0(lambda: time.sleep(3) or 'read', patience_s=patience_s)
