@@ -49,7 +49,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import fsdp  # noqa: F401  like the others below: imported once, and not in each rank of each layout
+import fsdp  # noqa: F401  as the next one, so that not each rank of each layout has to
 import pipeline_manual  # noqa: F401
 from configurator import read_knobs
 from dataset.shards import FIRST, LEARNED, write_shard

@@ -28,9 +28,7 @@ class Record:
     """What one rank has seen of a few steps."""
 
     places: dict = field(default_factory=dict)  # {name: None, or (dim, indices) of the part that this rank holds}
-    gradients: dict = field(
-        default_factory=dict
-    )  # {name: tensor}, of the first step, before clipping; zeros without one
+    gradients: dict = field(default_factory=dict)  # {name: of the first step, before clipping; zeros if there is none}
     updates: dict = field(default_factory=dict)  # {name: what the first step has added to the weight}
     norms: list = field(default_factory=list)  # the gradient's, in each step, before clipping
     losses: list = field(default_factory=list)  # of each step
@@ -230,7 +228,7 @@ def as_simple(ratio, ranks):
 def cause_in_parts(found, right, places, parts, enough):
     """Whether a gradient is a sum of the step's parts in which these count wrongly: of its micro-steps, its data ranks,
     or both. None if not."""
-    for number, noun in ((1, 'micro-step'), (0, 'data rank'), (None, 'part (data rank, micro-step)')):
+    for number, noun in ((1, 'micro-steps'), (0, 'data ranks'), (None, "data ranks' micro-steps")):
         groups = {}
         for label, whole in parts.items():
             key = label if number is None else label[number]
@@ -245,8 +243,8 @@ def cause_in_parts(found, right, places, parts, enough):
         if not all(fits):
             continue
         counts = [round(count, 3) + 0.0 for count in (counts / shares).tolist()]
-        said = f'its {noun}s count ' + ', '.join(f'{count:.3g}' for count in counts) + ' times'
-        if noun == 'micro-step':
+        said = f'its {noun} count ' + ', '.join(f'{count:.3g}' for count in counts) + ' times'
+        if noun == 'micro-steps':
             return f'{said}: what was accumulated before is reduced again, overwritten, or scaled in each backward'
         if all(counts):
             return f'{said}: a mean of means, where the mean over all targets belongs?'

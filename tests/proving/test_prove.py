@@ -71,12 +71,17 @@ def test_what_cannot_be_proven_ends_in_one_line(tmp_path, keys, code, line):
     assert not rows and line in said and 'Traceback' not in said, said
 
 
-def test_a_layout_that_does_not_start_leaves_the_others(tmp_path):
-    """Here because a rank's process is killed."""
+@pytest.mark.parametrize(
+    'line, more, said',
+    [
+        ('import data\n', 'import os\n\nos.kill(os.getpid(), 9)\n', 'was killed'),
+        ('    step += 1\n', "    raise ValueError('too late to refuse')\n", 'after 1 steps: too late to refuse'),
+    ],
+)
+def test_a_layout_that_ends_with_an_error_leaves_the_others_and_is_not_skipped(tmp_path, line, more, said):
     code = tmp_path / 'code'
-    killed = {'import data\n': 'import os\n\nos.kill(os.getpid(), 9)\n'}
-    corrupt(CORRUPTIONS[0]._replace(file='train_fsdp.py', changes=killed), code)
+    corrupt(CORRUPTIONS[0]._replace(file='train_fsdp.py', changes={line: line + more}), code)
     ended = run_script(code / 'prove.py', '--layouts=ddp,fsdp', f'--output={tmp_path}/out.json', check=False)
     rows = {row['layout']: row['verdict'] for row in json.loads((tmp_path / 'out.json').read_text())['layouts']}
     assert ended.returncode == 2 and rows == {'ddp': 'ok', 'fsdp': 'failed'}
-    assert 'was killed' in ended.stdout
+    assert said in ended.stdout
