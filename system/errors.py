@@ -19,7 +19,11 @@ import traceback
 from configurator import leave_for_torchrun
 from system import console
 from system.files import FOLDERS
-from system.stopping import note_error
+
+
+def take_note(line):
+    """Does nothing with the error that ends this process. stopping.count_start() puts note_error() in its place, which
+    keeps the error for the next start of the run."""
 
 
 def report_errors(out_of_memory_advice=None, prints_result=False):
@@ -93,7 +97,7 @@ def report(error, out_of_memory_advice=None):
     else:
         line = f'{prefix} ' + ''.join(traceback.format_exception(error))
     if not is_lost_peer(error):
-        note_error(line.splitlines()[0] if is_users_mistake(error) else f'{type(error).__name__}: {first_line(error)}')
+        take_note(line.splitlines()[0] if is_users_mistake(error) else f'{type(error).__name__}: {first_line(error)}')
     # Not sys.stderr: init_process_group() wraps this hook and holds back what is written there until the hook returns.
     # In one write: print() makes two, and lines of ranks that fail at the same time would mix.
     sys.__stderr__.write(line + '\n')

@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+from system import errors
 from system.collectives import on_rank_0
 from system.files import read_json, remove_if_there, write_file
 
@@ -212,6 +213,7 @@ def count_start(out_dir, step, max_failures):
     """
     global starts_file
     starts_file = os.path.join(out_dir, STARTS)
+    errors.take_note = note_error
     on_rank_0(_count_start, out_dir, step, max_failures)
 
 

@@ -95,13 +95,36 @@ def test_no_files_import_each_other_in_a_circle():
     assert not graph, f'circles among {graph}'
 
 
-def test_a_plain_run_reads_nothing_that_only_others_need():
-    """Models of transformers, planning's reports and tasks are imported where they are used, and so are lessons."""
-    found, waiting = set(), ['train_ddp.py']
+def read_by(name):
+    """The files that importing a file imports."""
+    found, waiting = set(), [name]
     while waiting:
         name = waiting.pop()
         waiting += imports(name, at_the_top=True) - found
         found.add(name)
+    return found
+
+
+def test_the_page_to_try_an_idea_in_reads_the_model_the_data_and_the_optimizer_alone():
+    found = read_by('train_simple.py')
+    assert {name.partition('/')[0] for name in found} == {
+        'configurator.py',
+        'data.py',
+        'dataset',
+        'keys.py',
+        'layout.py',
+        'model.py',
+        'moments.py',
+        'optim.py',
+        'system',
+        'train_simple.py',
+    }
+    assert not found & {'system/stopping.py', 'system/processes.py', 'system/collectives.py'}
+
+
+def test_a_plain_run_reads_nothing_that_only_others_need():
+    """Models of transformers, planning's reports and tasks are imported where they are used, and so are lessons."""
+    found = read_by('train_ddp.py')
     rooms = {name.partition('/')[0] for name in found}
     assert not rooms & {'huggingface', 'exchange', 'pool', 'comparison', *FSDP, *LESSONS}
     assert not found & {'planning/report.py', 'planning/memory.py', 'evaluation/in_run.py', 'text/sources.py'}
@@ -115,8 +138,9 @@ def places(pattern):
 
 def test_what_several_files_need_stands_once():
     assert places(r'^ *def ranks_in_words\b') == {'system/processes.py': 1}
-    # val_loss, and what pairs are compared with
-    assert set(places(r'\beval_batches\(')) == {'data.py', 'evaluation/validation.py', 'runtime/reference.py'}
+    # val_loss, in train_simple.py once more, and what pairs are compared with
+    validating = {'data.py', 'evaluation/validation.py', 'runtime/reference.py', 'train_simple.py'}
+    assert set(places(r'\beval_batches\(')) == validating
     assert places(r'^PHASES = ') == {'runtime/__init__.py': 1}
     assert places(r'^ *def sha256_of\b') == {'system/files.py': 1}
     # A loop that reads a file into a digest. The others read tensors into their place.
