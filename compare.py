@@ -49,14 +49,12 @@ class Config:
     write_only = False  # run nothing: write plan.json, and runs.sh with a line per run
     analyze = False  # run nothing: make tables and pictures of the finished runs in out_dir
     # which layout on a cluster? docs/strategies.md
-    plan = False  # run nothing: predict the layouts that fit a cluster, the fastest first; docs/strategies.md
+    plan = False  # run nothing: which layouts fit a cluster, what each sends, and which to try first
     gpus = 8  # --plan: ranks in the cluster [>= 1]
     node_gpus = 8  # --plan: ranks on each node [>= 1]
-    gpu = 'h100'  # --plan: h100, h200, a100 (assumed speed and links), or cpu (with --measured and --links)
-    measured = []  # --plan: take the speed of these runs of train_ddp.py in one process: out_dirs [path]
-    links: str | None = None  # --plan: file with measured links, which --bench_links writes [path]
+    gpu = 'h100'  # --plan: h100, h200 or a100
+    links = []  # --plan: GB/s of a GPU within a node, and between nodes; [] = 0.8 of the data sheets [> 0]
     bench_links = False  # measure all-reduces of all ranks, within nodes and between nodes
-    cores = 1  # --plan --gpu=cpu: cores of a node, shared by its ranks [>= 1]
     # which learning rate, recipe or size? docs/sweeps.md
     sweep = {}  # key -> its values: a run per combination; finds the best learning_rate
     recipes = {}  # label -> keys: compared at the best learning rate of each; the first is the baseline
@@ -383,11 +381,47 @@ def measure_links(config, train_keys):
     if ranks < 2:
         raise ValueError(f'bench_links: {ranks} rank has no link to another: expected --nproc=2 or more')
     command = command_of('benchmarks/links.py', ranks, config.launcher)
-    command += [f'--json={config.links}'] if config.links else []
     try:
         return subprocess.call([*command, f'--device={train_keys.get("device", "auto")}'], env=environment(ranks))
     except OSError as error:
         raise OSError(f'launcher={config.launcher}: {error.strerror}') from None
+
+
+def plan_layouts(config, keys, explicit):
+    """The text of --plan: the layouts that fit a cluster, and the command that starts the first of them. keys: those
+    given for train scripts. explicit: which keys were given, and where. Raises ValueError as roofline.rank() does."""
+    from planning import roofline  # here, as it imports torch
+
+    gpu = config.gpu.lower()
+    if len(config.links) not in (0, 2):
+        raise ValueError(f'links={config.links}: expected two numbers of GB/s, as in --links=300,40')
+    if keys.get('dtype') == 'float32':
+        raise ValueError('dtype=float32: the peaks that --plan knows are those of bfloat16: leave dtype away')
+    links, gb = [1e9 * link for link in config.links], config.gpu_gb if 'gpu_gb' in explicit else None
+    cluster = roofline.cluster_of(gpu, config.gpus, config.node_gpus, links, gb)
+    rows = roofline.rank(keys, cluster)
+    table = verdict.markdown([
+        {
+            'layout': row['name'],
+            'batch_size': f'{row["keys"]["batch_size"]} x {row["micro_steps"]}',
+            'checkpointing': row['keys']['activation_checkpointing'],
+            'GB': f'{row["gb"]:.1f}',
+            'sent GB': f'{row["sent"] / 1e9:.2f}',
+            **{f'{part} s': f'{row[part]:.3f}' for part in ('compute', 'exposed', 'bubble', 'step')},
+        }
+        for row in rows
+    ])  # fmt: skip
+    title = f'{config.gpus} x {gpu}, {cluster.node_gpus} on each node, assumed MFU {roofline.MFU:.0%}; per step:'
+    first, nodes = rows[0], config.gpus // cluster.node_gpus
+    given = {key: value for key, value in keys.items() if explicit.get(key) == 'command line'}
+    files = [word for word in sys.argv[1:] if word.endswith('.py') and not word.startswith('--')]
+    options = [f'--{key}={value}' for key, value in {**given, **first['keys']}.items()]
+    # Without a rendezvous each node's torchrun would wait for the others on its own address.
+    met = [f'--nnodes={nodes}', '--rdzv-backend=c10d', '--rdzv-id=1', '--rdzv-endpoint=HEAD:29500']
+    launch = ['torchrun', *met[: 4 * (nodes > 1)], f'--nproc_per_node={cluster.node_gpus}', first['script']]
+    said = 'A roofline: it orders layouts and predicts no speed; measure the first ones. '
+    said += 'DiLoCo has other losses. ' * any(row['strategy'] == 'diloco' for row in rows) + 'The command of the first:'
+    return f'{title}\n\n{table}\n\n{said}\n\n{shlex.join([*launch, *files, *options])}'
 
 
 def write_runs(folder, plan, config):
@@ -440,9 +474,7 @@ def main(config, train_keys, explicit):
         if code or not config.plan:
             return code
     if config.plan:
-        from comparison import layout_table  # here, as it imports torch
-
-        print(layout_table.report(config, train_keys, explicit))
+        print(plan_layouts(config, train_keys, explicit))
         return 0
     folder = Path(config.out_dir or (time.strftime('out/bench-%Y%m%d-%H%M%S') if config.bench else 'out/compare'))
     if config.element is not None:

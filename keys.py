@@ -377,8 +377,7 @@ READ_IF = {
     },
     'report.py': {'lines': ("with a run's folder as --out_dir", lambda run: run.out_dir)},
     'compare.py': {
-        'gpus node_gpus gpu measured cores': ('with --plan', lambda run: run.plan),
-        'links': ('with --plan or --bench_links', lambda run: run.plan or run.bench_links),
+        'gpus node_gpus gpu links': ('with --plan', lambda run: run.plan),
         'keys output': ('with --plot', lambda run: run.plot),
         'seeds at_once': (
             'with a sweep: --sweep, recipes or sizes in a config file',

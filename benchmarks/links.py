@@ -9,7 +9,6 @@ sends and receives, so for any number of ranks it can be compared with the data 
 """
 
 import argparse
-import json
 import os
 import socket
 import statistics
@@ -22,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 import torch.distributed as dist
 
-from system import devices, errors, files, processes
+from system import devices, errors, processes
 
 SIZES = tuple(2**power for power in range(10, 30, 2))  # bytes: 1 KiB, 4 KiB, ..., 256 MiB
 LARGEST_ON_CPU = 2**26
@@ -52,28 +51,20 @@ def links_between(nodes):
     }
 
 
-def measure(group, size, device, seconds, gather=False):
+def measure(group, size, device, seconds):
     """
-    (seconds that one all-reduce of `size` bytes of fp32 takes, by the median of the slowest rank; seconds of a core
-    that it keeps busy, over all threads of the busiest rank). All ranks of the job call it together.
+    Seconds that one all-reduce of `size` bytes of fp32 takes, by the median of the slowest rank. All ranks of the job
+    call it together.
 
     group: this rank's, or None on a rank that only waits. seconds: about how long to repeat it, at least 3 times.
-    gather: time an all-gather of as many bytes in its place.
     """
     tensor = torch.zeros(size // 4, device=device)
-    share = tensor[: tensor.numel() // dist.get_world_size(group)] if group is not None else None
-
-    def collective():
-        if gather:
-            dist.all_gather([torch.empty_like(share) for _ in range(dist.get_world_size(group))], share, group=group)
-        else:
-            dist.all_reduce(tensor, group=group)
 
     def seconds_per_call(calls):
         slowest(0.0)  # all begin together
         begin = time.perf_counter()
         for _ in range(calls if group is not None else 0):
-            collective()
+            dist.all_reduce(tensor, group=group)
         if device.type == 'cuda':
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) / calls
@@ -82,9 +73,7 @@ def measure(group, size, device, seconds, gather=False):
     seconds_per_call(1)  # connects
     once = slowest(seconds_per_call(calls)) * calls
     repeats = max(3, min(20, round(seconds / once)))
-    busy = time.process_time()
-    took = statistics.median(seconds_per_call(calls) for _ in range(repeats))
-    return slowest(took), slowest((time.process_time() - busy) / calls / repeats)
+    return slowest(statistics.median(seconds_per_call(calls) for _ in range(repeats)))
 
 
 def slowest(value):
@@ -99,8 +88,7 @@ def bench(device, sizes=None, seconds=0.5):
     Measure every link in the running process group, which needs gloo for CPU tensors; rank 0 prints the table.
 
     sizes: bytes of the messages, multiples of 4; None: SIZES, on a CPU those up to 64 MiB. Returns on every rank rows
-    of 'link', 'ranks' (in the largest group), 'bytes', 'ms', 'algbw' and 'busbw' (GB/s, 1e9 bytes), 'cpu_ms' of a core,
-    and 'gather_ms' of an all-gather, for which gloo has another algorithm.
+    of 'link', 'ranks' (in the largest group), 'bytes', 'ms', 'algbw' and 'busbw' (GB/s, 1e9 bytes).
     """
     nodes, rank, rows, done = nodes_of_ranks(), dist.get_rank(), [], {}
     sizes = sizes or [size for size in SIZES if device.type == 'cuda' or size <= LARGEST_ON_CPU]
@@ -123,12 +111,10 @@ def bench(device, sizes=None, seconds=0.5):
         n = max(map(len, groups))
         group, _ = dist.new_subgroups_by_enumeration(groups)  # None on a rank that is in none of them
         for size in sizes:
-            took, busy = measure(group, size, device, seconds)
-            gather_ms = 1000 * measure(group, size, device, seconds, gather=True)[0]
+            took = measure(group, size, device, seconds)
             algbw = size / took / 1e9
             busbw = algbw * 2 * (n - 1) / n
-            row = {'link': link, 'ranks': n, 'bytes': size, 'ms': took * 1000, 'algbw': algbw, 'busbw': busbw}
-            rows.append(row | {'cpu_ms': busy * 1000, 'gather_ms': gather_ms})
+            rows.append({'link': link, 'ranks': n, 'bytes': size, 'ms': took * 1000, 'algbw': algbw, 'busbw': busbw})
             say(f'{link} ({n})', human(size), f'{took * 1000:.3f}', f'{algbw:.3f}', f'{busbw:.3f}')
         if group is not None:
             dist.destroy_process_group(group)
@@ -168,14 +154,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--device', default='auto', help='auto, cpu, cuda or cuda:N (default: %(default)s)')
     parser.add_argument('--largest', type=int, help='bytes of the largest message (default: 64 MiB on a CPU, 256 MiB)')
-    parser.add_argument('--json', help='rank 0 writes the rows here, for compare.py --plan --links=FILE')
     arguments = parser.parse_args()
-    errors.report_errors(prints_result=not arguments.json)
+    errors.report_errors(prints_result=True)
     _, local_rank, _ = processes.ranks_from_environment()
     sizes = [size for size in SIZES if size <= arguments.largest] if arguments.largest else None
-    rows = measure_links(devices.choose_device(arguments.device, local_rank), sizes)
-    if arguments.json and os.environ['RANK'] == '0':
-        files.write_file(arguments.json, json.dumps(rows))
+    measure_links(devices.choose_device(arguments.device, local_rank), sizes)
 
 
 if __name__ == '__main__':

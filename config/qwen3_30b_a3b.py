@@ -28,8 +28,6 @@ block_size = 4096
 # Weights, gradients and moments: 30.5B x 16 bytes / 32 ranks = 15.3 GB on each, with any expert_parallel. The experts
 # of a block are 604M numbers, of which expert_parallel=4 leaves a rank a quarter: in bfloat16 0.3 GB while they compute
 # in place of 1.2 GB, and three of these at once. The 4 ranks are those of a node: tokens travel over NVLink alone.
-# With as many tokens in a micro-step as below, compare.py --plan finds 1 faster: 14,200 tokens/s per GPU and 39 GB in
-# place of 9,900, if all gathers hide behind computation; with 2 sequences or fewer it finds 4 faster.
 expert_parallel = 4
 # A micro-step has 8 x 4096 tokens on a rank and so 262,144 rows for experts, 8 for each token; as many arrive if the
 # routers are balanced. Without 'full' each layer would keep these rows several times: 'selective' does not fit.

@@ -2,10 +2,10 @@
 How often a run reads its data and how long it takes: the end of what --dry_run prints.
 
     card = hours.card_of(vars(config))  # 'h100'
-    print(*hours.lines(vars(config), strategy, ranks, node_ranks, train_data, card), sep='\n')
+    print(*hours.lines(vars(config), ranks, train_data, card), sep='\n')
 
-The time of a step is that of planning/step_time.py where it knows model and strategy; elsewhere FLOPs alone count. With
---measured=OUT_DIR it is corrected by what the run in OUT_DIR took, over what the same arithmetic says of that run.
+The time of a step is its FLOPs over a speed: that of the run in --measured=OUT_DIR, or an assumed share of the card's
+peak.
 """
 
 import re
@@ -17,11 +17,11 @@ import torch
 
 from configurator import read_knobs
 from layout import counted
-from planning import sizes, step_time
+from planning import sizes
+from planning.roofline import GPUS, MFU
 from system.devices import PEAK_FLOPS
 from system.files import ROOT, parse_json, read_json
 
-MFU = 0.4  # assumed for what step_time.py does not know: one H100 had 34 to 53% (docs/gpu.md)
 ABOUT = {  # what is read of a config.json
     'script': str,
     'world_size': int,
@@ -30,15 +30,15 @@ ABOUT = {  # what is read of a config.json
     'config': {'device': str, 'dtype': str, 'global_batch_size': int, 'block_size': int},
 }
 # A run: its keys with those of the model, and the FLOPs of a step, padding included.
-Plan = namedtuple('Plan', 'config strategy ranks node_ranks flops')
+Plan = namedtuple('Plan', 'config ranks flops')
 
 
 def card_of(config):
-    """The kind of GPU, one of step_time.GPUS, that a run is planned for: the key `gpu`, or the one here; None if it is
+    """The kind of GPU, one of GPUS, that a run is planned for: the key `gpu`, or the one here; None if it is
     a CPU, or another GPU. Raises ValueError for another `gpu`."""
     given = config['gpu']
-    if given and given.lower() not in step_time.GPUS:
-        known = ', '.join(name.upper() for name in step_time.GPUS)
+    if given and given.lower() not in GPUS:
+        known = ', '.join(name.upper() for name in GPUS)
         raise ValueError(
             f'gpu={given}: expected {known}; leave it out, and --measured=OUT_DIR takes the speed of a run'
         )
@@ -49,25 +49,24 @@ def card_of(config):
 
 
 def card_named(device_name):
-    """The one of step_time.GPUS that a driver calls by this name, or None."""
+    """The one of GPUS that a driver calls by this name, or None."""
     is_whole = any(re.search(pattern, device_name) for pattern in PEAK_FLOPS)
-    return next((card for card in step_time.GPUS if is_whole and card.upper() in device_name), None)
+    return next((card for card in GPUS if is_whole and card.upper() in device_name), None)
 
 
-def lines(config, strategy, ranks, node_ranks, train_data, card):
-    """Lines of text, the first one empty. config: a run's keys, with those of the model. node_ranks: ranks on each
-    node. card: of card_of(). Raises ValueError if `measured` names no run whose speed can be taken."""
+def lines(config, ranks, train_data, card):
+    """Lines of text, the first one empty. config: a run's keys, with those of the model. card: of card_of(). Raises
+    ValueError if `measured` names no run whose speed can be taken."""
     positions = config['global_batch_size'] * config['block_size']
-    plan = Plan(config, strategy, ranks, node_ranks, sizes.empty_model(config).flops_per_token() * positions)
+    plan = Plan(config, ranks, sizes.empty_model(config).flops_per_token() * positions)
     tokens = config['max_iters'] * positions * train_data.filled
     rows = [in_epochs(config, tokens, train_data)]
     seconds, reason = seconds_of_step(plan, card)
     if seconds:
         on = f'{counted(ranks, "rank")} on a {config["device"].partition(":")[0].upper()}'
         if card:
-            nodes = f' on nodes of {node_ranks}' if ranks > node_ranks else ''
-            mfu = plan.flops / seconds / ranks / step_time.GPUS[card].peak
-            on = f'{ranks} x {card.upper()}{nodes} at {mfu:.0%} MFU'
+            mfu = plan.flops / seconds / ranks / GPUS[card].peak
+            on = f'{ranks} x {card.upper()} at {mfu:.0%} MFU'
         left_out = ['evaluations', 'checkpoints']
         left_out += ['what crosses PCIe'] if config.get('cpu_offload', 'none') != 'none' else []
         rate = f'{positions * train_data.filled / seconds:,.0f} tokens/s'
@@ -99,9 +98,6 @@ def seconds_of_step(plan, card):
     if measured:
         other, seconds, where = run_in(measured, 'cuda' if on_cuda else 'cpu', card)
         at = f'at the speed of {measured} ({counted(other.ranks, "rank")}, {where})'
-        if card and by_kernels(plan) and by_kernels(other):
-            ratio = kernel_seconds(other, card) / seconds
-            return kernel_seconds(plan, card) / ratio, f'{at}: {ratio:.0%} of what kernels and links reach'
         # Ranks on a CPU share its cores, so that it is as fast as a whole, however many there are.
         share, each = (plan.ranks / other.ranks, ' on each GPU') if on_cuda else (1, '')
         flops_per_s = other.flops / seconds / (other.ranks if on_cuda else 1)
@@ -109,28 +105,12 @@ def seconds_of_step(plan, card):
     ask = '--measured=OUT_DIR takes the speed of an earlier run'
     if not card:
         here = 'this GPU' if on_cuda else 'a CPU'
-        cards = ', '.join(name.upper() for name in step_time.GPUS)
+        cards = ', '.join(name.upper() for name in GPUS)
         return None, f'how long it takes on {here} is not known: {ask} there, --gpu=H100 that of a card ({cards})'
     if plan.config['dtype'] == 'float32':
         return None, f'how long it takes in float32 is not known: {ask}'
-    if by_kernels(plan):
-        return kernel_seconds(plan, card), (
-            'assumed, of kernels and links: published runs took 1.3 times as long in the median, up to 1.9 '
-            f'(docs/strategies.md); {ask}'
-        )
-    seconds = plan.flops / (plan.ranks * MFU * step_time.GPUS[card].peak)
-    return seconds, f'assumed: {MFU:.0%} of the peak, as nothing but FLOPs is known of this model; {ask}'
-
-
-def by_kernels(plan):
-    """Whether step_time.py knows such a run."""
-    is_known = plan.strategy in ('ddp', 'fsdp', 'pipeline', 'diloco') and 'transformers' not in plan.config
-    return is_known and plan.config['dtype'] != 'float32'
-
-
-def kernel_seconds(plan, card):
-    cluster = step_time.assumed(card, plan.ranks, plan.node_ranks)
-    return step_time.step(plan.config, plan.strategy, cluster)['step']
+    seconds = plan.flops / (plan.ranks * MFU * GPUS[card].peak)
+    return seconds, f'assumed: {MFU:.0%} of the peak, whatever the model and the links, so no speed to rely on; {ask}'
 
 
 def run_in(out_dir, device, card):
@@ -153,11 +133,8 @@ def run_in(out_dir, device, card):
         raise ValueError(
             f'{given}: no row of its metrics.jsonl has a time/total: give a run that has logged some steps'
         )
-    kind = about['script'].removeprefix('train_').removesuffix('.py')
-    strategy = config['strategy'] if kind == 'dpo' else 'fsdp' if kind == 'parallel' else kind
     flops = about['flops_per_token'] * config['global_batch_size'] * config['block_size']
-    ranks = about['world_size']
-    return Plan(config, strategy, ranks, full_nodes(ranks), flops), ms / 1000, name
+    return Plan(config, about['world_size'], flops), ms / 1000, name
 
 
 def step_ms(path, has_rounds):
@@ -169,11 +146,6 @@ def step_ms(path, has_rounds):
     found = [row['time/total'] for row in rows if 'time/total' in row and row['step'] > warm]
     average = statistics.fmean if has_rounds else statistics.median
     return average(found) if found else None
-
-
-def full_nodes(ranks):
-    """How many ranks are on a node of up to 8, if all have equally many."""
-    return max(size for size in range(1, 9) if ranks % size == 0)
 
 
 def in_words(seconds):

@@ -11,18 +11,17 @@ import math
 from expert_manual import rows_of_experts
 from layout import FP32, Layout, counted
 from optim import UPDATES, moments_of
-from planning.layouts import RESERVED_GB
 from planning.memory import held, memory_bytes, plans, totals, while_writing
+from planning.roofline import GPUS, RESERVED_GB
 from planning.rules import rule_rows
 from planning.sizes import empty_model
-from planning.step_time import GPUS
 from planning.traffic import sent
 
 
 def dry_run(config, shape, world_size, strategy='ddp', filled=1.0, card=None):
     """
     The text that --dry_run prints. shape: to_dict() of the ModelConfig or of the Pretrained. filled: the share of
-    positions that hold no padding. card: one of step_time.GPUS, whose memory is put beside. Raises ValueError as
+    positions that hold no padding. card: one of roofline.GPUS, whose memory is put beside. Raises ValueError as
     memory_bytes() and micro_steps() do.
     """
     config = {**config, **shape}

@@ -120,8 +120,7 @@ class Run:
                 card, ranks = hours.card_of(vars(config)), self.layout.ranks
                 facts = self.shape.to_dict(), ranks, self.strategy, self.train_data.filled
                 print(report.dry_run(vars(config), *facts, card))
-                node = processes.local_world_size()
-                print(*hours.lines(vars(config), self.strategy, ranks, node, self.train_data, card), sep='\n')
+                print(*hours.lines(vars(config), ranks, self.train_data, card), sep='\n')
             sys.exit()
         frozen = f' ({config.frozen_dtype} where they are not trained)' if config.frozen_dtype else ''
         if self.strategy != 'deepspeed':  # there a JSON may say otherwise, and the engine is asked

@@ -231,7 +231,7 @@ PATHS = {  # keys that name files or folders, by script; all train scripts have 
     'evaluate': {'out_dir', 'data_dir', 'tokenizer', 'tasks', 'results', 'samples', 'reward'},
     'export_model': {'out_dir', 'data_dir', 'to'},
     'download_model': {'model', 'to'},
-    'compare': {'out_dir', 'measured', 'links', 'plot', 'output'},
+    'compare': {'out_dir', 'plot', 'output'},
     'prove': {'output'},
     'report': {'out_dir'},
 }
@@ -552,8 +552,7 @@ READ = {
     },
     'report.py': {'lines=3': ({'out_dir': 'out'}, {})},
     'compare.py': {
-        'gpus=3 node_gpus=3 gpu=cpu measured=x cores=3': ({'plan': True}, {}),
-        'links=x': ({'bench_links': True}, {}),
+        'gpus=3 node_gpus=3 gpu=a100 links=3,3': ({'plan': True}, {}),
         'keys=x output=x': ({'plot': ['out']}, {}),
         'seeds=3 at_once=3': ({'sweep': {'seed': [1]}}, {}),
         'inner_steps=3': ({'strategies': ['diloco']}, {'strategies': ['ddp']}),

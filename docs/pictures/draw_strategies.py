@@ -118,7 +118,7 @@ def held_gb():
     """{model: {layout: {part of PARTS: GB of one of GPUS ranks}}}; None where the layout cannot cut the model."""
     from layout import Layout
     from model import ModelConfig
-    from planning import checks, layouts, memory
+    from planning import checks, memory, roofline
     from planning.sizes import empty_model
 
     found = {}
@@ -126,7 +126,7 @@ def held_gb():
     for model, shape in MODELS.items():
         found[model] = {}
         for layout, (strategy, script, own) in LAYOUTS.items():
-            keys = layouts.keys_of(script, {**shape, **batch, **own}, on_cpu=False)
+            keys = roofline.keys_of(script, {**shape, **batch, **own})
             try:
                 checks.check(keys, Layout.of(keys, strategy, GPUS), ModelConfig.from_keys(keys))
                 parts = memory.memory_bytes(keys, empty_model(keys), GPUS, strategy)

@@ -28,7 +28,7 @@ import pipeline_manual
 import tensor_manual
 from layout import Layout, Ranks, Share, without
 from model import GPT, ModelConfig
-from planning import layouts
+from planning import roofline
 from runtime.first_weights import initialise
 
 RANKS = 4
@@ -55,7 +55,7 @@ def keys_of(name):
     copies = RANKS // keys.get('tensor_parallel', 1)  # ranks that work on different tokens
     batch = {'batch_size': 1, 'global_batch_size': 4 if 'pipeline_stages' in keys else 2 * copies}
     schedule = {'learning_rate': 1e-3, 'weight_decay': 0.0, 'beta1': 0.0, 'compile': False, 'dtype': 'float32'}
-    return layouts.keys_of(script, {**MODEL, **batch, **schedule, **keys}, on_cpu=True)
+    return roofline.keys_of(script, {**MODEL, **batch, **schedule, **keys}, on_cpu=True)
 
 
 def numbers_of(model):
