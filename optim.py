@@ -440,8 +440,7 @@ class Elementwise(torch.optim.Optimizer):
 class AdamW(Elementwise):
     """AdamW by PyTorch's fused kernel, which takes a few launches for all parameters, sharded or not.
 
-    torch.optim.AdamW(fused=True) computes the same, but sends each DTensor through its dispatcher, which takes the host
-    ten times as long (benchmarks/optimizer_step.py --dispatch).
+    torch.optim.AdamW(fused=True) computes the same, but sends each DTensor through its dispatcher, on the host.
     """
 
     def __init__(self, groups, constants, compile, forms):
