@@ -133,13 +133,25 @@ def train_with_trl(folder, work, way, part, dtype, out):
 # --- in ours ----------------------------------------------------------------------------------------------------------
 
 
+def chats_of(x, y, starts):
+    """[(inputs, targets)] of the conversations in packed sequences, each without its padding."""
+    found = []
+    for inputs, targets, begins in zip(x, y, starts, strict=True):
+        edges = [*begins[begins < len(inputs)].tolist(), len(inputs)]
+        for begin, end in itertools.pairwise(edges):
+            learned = (targets[begin:end] >= 0).nonzero()
+            if len(learned):  # else this is padding
+                end = begin + int(learned[-1]) + 1  # a conversation ends with an answer, which is learned
+                found.append((inputs[begin:end], targets[begin:end]))
+    return found
+
+
 def write_work(arguments, part, path):
     """Write the batches of train_ddp.py's run and LoRA's initial A matrices to `path`; returns the tokens of each
     step."""
     import torch
 
     import data
-    from benchmarks.packing import chats_of
     from huggingface import finetune, lora
 
     lora_keys = {'lora_rank': RANK, 'lora_alpha': float(RANK)} if part == 'lora' else {}
