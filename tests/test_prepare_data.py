@@ -42,7 +42,6 @@ from prepared import (
 )
 
 import data
-from benchmarks import prepare_data_rate
 from system.files import sha256_of
 from text import chat_rows, encoding, sources
 from text import documents as reading
@@ -936,15 +935,6 @@ def test_memory_does_not_grow_with_the_input(name, megabytes, tmp_path):
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
-
-
-@needs_gpt2
-@pytest.mark.slow
-def test_gpt2_tokens_come_about_as_fast_as_tiktoken_makes_them(monkeypatch):
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(CACHE))
-    ratios = prepare_data_rate.measure(megabytes=20, rounds=3)
-    assert ratios['tiktoken, threads'] >= 0.5 and ratios['tiktoken, processes'] >= 0.5  # 0.9 when nothing else runs
-    assert ratios['datasets.map'] >= 1
 
 
 def test_a_terminal_sees_speed_and_time_left(tmp_path):
