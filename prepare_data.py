@@ -31,7 +31,7 @@ from configurator import configure, say_without_effect
 class Config:
     # text
     dataset = 'stdlib'  # or a file, a folder, OWNER/NAME on the hub; fineweb-10BT, -100BT, fineweb-edu-10BT [path]
-    text_field: str | None = None  # field, or '{title}\n{text}', of a row's text; None = text, or all strings in .jsonl
+    text_field: str | None = None  # field, or '{title}\n{text}', of a row's text; None = text
     chat: bool | None = None  # rows are conversations, and their answers are learned; None = the first rows decide
     chat_fields = []  # fields of other conversations than those above: the list of messages, or QUESTION,ANSWER
     pairs = False  # rows are pairs of answers to a prompt, `chosen` and `rejected` (or KTO's), for train_dpo.py
@@ -229,7 +229,7 @@ else:
 if source.chat and tokenizer == 'bpe':
     raise ValueError(
         'tokenizer=bpe with conversations, which teach a model that knows language: give its --tokenizer, as '
-        '--tokenizer=out/RUN or --tokenizer=models/Qwen3-0.6B, or --chat=False to learn all strings as text'
+        '--tokenizer=out/RUN or --tokenizer=models/Qwen3-0.6B, or --text_field=FIELD to learn one field as text'
     )
 if source.chat and not config.pairs and not os.path.isdir(tokenizer):
     tokenizer = write_as_folder(tokenizer, Path(config.data_dir) / 'tokenizers' / tokenizer)

@@ -190,7 +190,7 @@ def test_a_run_keeps_its_language_when_its_dataset_is_prepared_anew_or_gone(plac
     try:
         for is_gone in (True, False):
             if not is_gone:
-                command = f'--dataset={place}/chats.jsonl', '--chat=False', '--name=text', '--vocab_size=300'
+                command = f'--dataset={place}/chats.jsonl', '--text_field={messages}', '--name=text', '--vocab_size=300'
                 fork_script('prepare_data.py', *command, f'--data_dir={place}/data')
             assert sample(place, 'llama', '--prompt=12 sheep') == before
             (line,) = refusals([earlier])

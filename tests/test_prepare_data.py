@@ -600,10 +600,8 @@ def test_with_more_than_half_of_the_rows_left_out_nothing_is_made_unless_it_is_a
 def test_the_next_command_is_one_that_can_run(tmp_path):
     rows = [{'prompt_txt': f'q{number}', 'reply_txt': f'a{number}'} for number in range(20)]
     (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    printed = prepare(tmp_path, f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes').stdout
-    assert (
-        "WARNING: rows without a field 'text': of those all strings are learned, here of prompt_txt, reply_t" in printed
-    )
+    options = ['--tokenizer=bytes', '--text_field={prompt_txt} {reply_txt}']
+    printed = prepare(tmp_path, f'--dataset={tmp_path}/rows.jsonl', *options).stdout
     assert 'next: more text, or a larger --val_fraction' in printed.splitlines()[-1] and '--block_size' not in printed
 
 
@@ -975,34 +973,30 @@ def test_wrong_values_are_said_in_one_line(tmp_path):
 
 def test_a_missing_text_field_is_answered_with_the_fields_there_are(tmp_path):
     rows = [{'body': 'some text', 'id': 1}]
-    (tmp_path / 'lines.jsonl').write_text(json.dumps(rows[0]))
+    (tmp_path / 'rows.jsonl').write_text(json.dumps(rows[0]))
+    (tmp_path / 'rows.json').write_text(json.dumps(rows))
+    (tmp_path / 'rows.csv').write_text('body,id\nsome text,1\n')
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
-    for file, field in (
-        ('lines.jsonl', ['--text_field=text']),
-        ('rows.parquet', []),
-        ('rows.parquet', ['--text_field=text']),
-    ):
-        error = error_of(tmp_path, f'--dataset={tmp_path / file}', '--tokenizer=bytes', *field)
-        assert "has no field 'text'" in error and 'it has: body, id' in error
+    for kind in ('jsonl', 'json', 'csv', 'parquet'):
+        for given in ([], ['--chat=False'], ['--text_field=text']):
+            error = error_of(tmp_path, f'--dataset={tmp_path}/rows.{kind}', '--tokenizer=bytes', *given)
+            assert "has no field 'text', choose with --text_field; it has: body, id" in error
     error = error_of(tmp_path, f'--dataset={tmp_path}/rows.parquet', '--text_field=id', '--tokenizer=bytes')
     assert re.search("'id' .*int64", error)
     assert not (tmp_path / 'data').exists()
 
 
-def test_files_that_lack_the_field_of_the_others_are_named_in_a_warning(tmp_path):
+def test_a_file_of_rows_without_the_field_of_the_others_is_refused_and_settings_are_left_out(tmp_path):
     folder = tmp_path / 'mixed'
     folder.mkdir()
     for name, field in (('a', 'text'), ('b', 'text'), ('c', 'body')):
         (folder / f'{name}.jsonl').write_text(''.join(json.dumps({field: f'{name} {n}'}) + '\n' for n in range(7)))
     (folder / 'settings.json').write_text(json.dumps({'note': 'one object beside files of rows'}))
-    line = sources.find_source(str(folder)).line
-    warning = "WARNING: 1 of 3 files have no field 'text' in their first rows, so all strings are learned: "
-    assert line.splitlines()[-1] == f'{warning}{folder}/c.jsonl (fields of the first: body)'
+    with pytest.raises(ValueError, match="c.jsonl: has no field 'text', choose with --text_field; it has: body"):
+        sources.find_source(str(folder))
     (folder / 'c.jsonl').unlink()
-    assert sources.find_source(str(folder)).line is None
-    for name in 'ab':  # as in all files of a dataset without the field
-        (folder / f'{name}.jsonl').write_text(json.dumps({'body': name}) + '\n')
-    assert 'files have no field' not in sources.find_source(str(folder)).line
+    source = sources.find_source(str(folder))
+    assert source.line is None and len(source.parts) == 2 and 'settings.json: has no field' in source.skipped[0]
 
 
 def test_one_document_cannot_be_split_by_hash(tmp_path):

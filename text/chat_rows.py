@@ -59,12 +59,12 @@ FORMATS_IN_WORDS = (
 )
 KEYS_OF_MESSAGES = 'rename its keys to role and content, or from and value'
 RENAME_ROLE = 'rename it to user, or to assistant, whose words are learned'
-AS_TEXT = '--chat=False learns all strings as text'
+AS_TEXT = '--text_field=FIELD learns one field as text'
 NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
 PREFERENCE_PAIRS = (
     'rows that are preference pairs (chosen and rejected): --pairs reads them for train_dpo.py, '
     '--chat_fields=prompt,chosen learns the chosen answers (--chat_fields=chosen, where these are lists of messages), '
-    '--chat=False all strings as text'
+    '--text_field=FIELD one field as text'
 )
 ONE_ANSWER = (
     'rows with a label are single answers: join a good and a bad one to the same prompt to a row of prompt, chosen and '
@@ -93,7 +93,6 @@ SUPPORT = {'customer': 'user', 'agent': 'assistant'}
 # Who speaks in lists of messages with other keys, and on which side: only to see what they are, not to read them.
 SIDES = ROLES | SUPPORT | dict.fromkeys(('client', 'caller', 'visitor'), 'user')
 SIDES |= dict.fromkeys(('operator', 'support', 'representative'), 'assistant')
-SPEAKERS = ('role', 'from', 'speaker', 'sender', 'author', 'participant', 'party', 'who')  # keys that say who speaks
 # Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
 THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
 SAID = ('role', 'content', 'tool_calls', 'tool_call_id', 'name', *THOUGHTS)  # by which the messages of a pair differ
@@ -390,15 +389,6 @@ def reason_against_text(row):
         if any(_are_both_sides(messages, key) for key in messages[0]):
             reason = f'rows whose {name} is a list of messages with the keys {_keys_of(messages)}'
             return f'{reason}: {KEYS_OF_MESSAGES}, and say --chat_fields={name}; {AS_TEXT}'
-    return None
-
-
-def speakers_in(row):
-    """(name of a field with a list of objects that say who speaks, their keys), or None if there is none. It may be a
-    chat under names of its own, or a play."""
-    for name, objects in _lists_of_objects(row).items():
-        if len(objects) > 1 and all(any(isinstance(one.get(key), str) for key in SPEAKERS) for one in objects):
-            return name, _keys_of(objects)
     return None
 
 

@@ -366,7 +366,7 @@ def documents_of(piece, text_field, notes, conversation_of=None, any_row=False):
 
     notes: a Counter, in which anything mended or left out is counted under 'file: what'. conversation_of: for a source
     of conversations, a function from a row to the document; it raises ValueError with the reason for rows that are to
-    be left out. any_row: learn rows without a field 'text' as text even if they look like something else.
+    be left out. any_row: learn YAML as text even if it looks like something else.
     Raises OSError if the file has become shorter.
     """
     bytes_read = _read_stretch(piece.origin, piece.start, piece.length) if piece.data is None else piece.data
@@ -410,8 +410,6 @@ def _texts(piece, data, text_field, notes, conversation_of, any_row):
         except ValueError as reason:
             notes[f'{piece.origin}: {reason}, left out'] += 1
             continue
-        if piece.kind == 'jsonl' and not (text_field or conversation_of) and text and 'text' not in row:
-            notes[f"{piece.origin}: rows without a field 'text', all strings of them are learned"] += 1
         try:
             yield text.encode()
         except UnicodeEncodeError:
@@ -512,19 +510,21 @@ PARSERS = {
 
 
 def _text_of(row, text_field, kind, any_row):
-    """The text of a row: one of its fields, what a template makes of the row, or all its strings; '' if it has no text.
-    Raises ValueError for a row that looks like something other than text, unless any_row."""
-    if not isinstance(row, dict):
-        return '' if text_field or kind == 'jsonl' else all_strings(row)
+    """The text of a row: one of its fields, what a template makes of the row, or all strings of YAML; '' if it has no
+    text. Raises ValueError for a row that looks like something other than text, unless any_row."""
+    if isinstance(row, str) and kind == 'json' and not text_field:
+        return row
+    if not isinstance(row, dict) and (text_field or kind != 'yaml'):
+        return ''
     if is_template(text_field):
         values = [row.get(name) for name in fields_of(text_field)]
         return '' if None in values else IN_BRACES.sub(lambda name: str(row[name[1]]), text_field)
-    if text_field or ('text' in row and kind != 'yaml'):
+    if text_field or (kind != 'yaml' and 'text' in row):
         text = row.get(text_field or 'text')
         return text if isinstance(text, str) else ''
-    if not any_row and (reason := reason_against_text(row)):
+    if not any_row and isinstance(row, dict) and (reason := reason_against_text(row)):
         raise ValueError(reason)
-    return all_strings(row)
+    return all_strings(row) if kind == 'yaml' else ''
 
 
 def all_strings(value):

@@ -27,8 +27,8 @@ from typing import NamedTuple
 from system.errors import one_line
 from system.files import LFS_POINTER, bare_name, read_json, sha256_of, write_file
 from text.chat_rows import (
+    AS_TEXT,
     CHAT_FIELDS,
-    KEYS_OF_MESSAGES,
     NO_CONVERSATIONS,
     OTHER_FIELDS,
     PARTS_OF_TREES,
@@ -42,7 +42,6 @@ from text.chat_rows import (
     holds_conversation,
     reason_against_text,
     row_of,
-    speakers_in,
 )
 
 COPY_AGAIN = 'copy it again as save_to_disk wrote it, or fetch it with `git lfs pull`'
@@ -129,8 +128,7 @@ class Source:
 def find_source(dataset, text_field=None, split='train', tail_fraction=None, chat=None, dedup=False, chat_fields=()):
     """The Source that `dataset` names: 'stdlib', or the path of a file, a folder, or a folder written by save_to_disk.
 
-    text_field: the field of a row that holds its text, or a template, see fields_of(). None = 'text'; rows of .jsonl
-    without such a field give all their strings.
+    text_field: the field of a row that holds its text, or a template, see fields_of(). None = 'text'.
     split: which split of a folder written by save_to_disk. tail_fraction: cut a text file in two, so that its end is
     the split 'val'. chat: whether rows are read as conversations; None = yes if there are some among the first
     ROWS_LOOKED_AT rows of a file, unless text_field or a field 'text' says otherwise. chat_fields: see
@@ -293,9 +291,8 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
             skipped.append(f'{path}: {reason_of(error)}')
         else:
             found += [(part, sha256, rows)] if part.end else []
-    said_text = chat is False or text_field is not None
     if chat is None:
-        chat = not said_text and _are_conversations({part.path: rows for part, _, rows in found})
+        chat = text_field is None and _are_conversations({part.path: rows for part, _, rows in found})
 
     parts, first_of, names = [], {}, {}
     digest = hashlib.sha256()
@@ -310,9 +307,8 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
         if chat and (part.kind == 'text' or (part.kind == 'yaml' and not rows) or not may_be_chat):
             skipped.append(f'{part.path}: {_no_conversations(fields, chat_fields)}')
             continue
-        # Rows of .json and .jsonl may lack the field 'text'; then all their strings are read.
-        wanted = text_field or (None if part.kind in ('json', 'jsonl') else 'text')
-        lack = _lack_of(wanted, fields) if wanted and not chat and part.kind in ROW_KINDS else None
+        wanted = text_field or 'text'
+        lack = _lack_of(wanted, fields) if not chat and part.kind in ROW_KINDS else None
         if lack and part.kind in ('csv', 'json') and len(found) > 1:  # folders often have tables and settings
             skipped.append(f'{part.path}: {lack}')
             continue
@@ -332,19 +328,8 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
         parts = _cut_tail(parts[0], tail_fraction)
     labelled = chat_fields == PREFERENCES and are_labelled(names)
     source = Source(description, parts, n_bytes, text_field, chat, chat_fields, labelled, skipped=skipped)
-    # A .json file of one object, beside other files, may be settings.
-    are_rows = {'jsonl': 1, 'json': 2 if len(found) > 1 else 1}
-    lists = [rows for part, _, rows in found if len(rows) >= are_rows.get(part.kind, sys.maxsize)]
-    if chat:
-        line = _how_chats_are_read(source, names, [row for _, _, rows in found for row in rows])
-    else:
-        line = _how_read([row for rows in lists for row in rows], said_text)
-    warning = None
-    if not chat and not said_text:
-        kept = {part.path for part in parts}
-        files = [(part, rows) for part, _, rows in found if part.path in kept and part.kind in ROW_KINDS]
-        warning = _mixed_files([(part, rows) for part, rows in files if len(rows) >= are_rows.get(part.kind, 1)])
-    source.line = '\n'.join(filter(None, [line, warning, _held_out(parts)])) or None
+    line = _how_chats_are_read(source, names, [row for _, _, rows in found for row in rows]) if chat else None
+    source.line = '\n'.join(filter(None, [line, _held_out(parts)])) or None
     return source
 
 
@@ -361,24 +346,6 @@ def _held_out(parts):
     names = one_line(', '.join(held_out[:3])) + (', ...' if len(held_out) > 3 else '')
     given = f'WARNING: {len(held_out):,} files with the names of a test or validation split are learned, too: {names}'
     return f'{given}; to hold them out, give a folder without them'
-
-
-def _mixed_files(files):
-    """A warning, where rows of some files have the field 'text' and those of others do not; else None. files: (Part,
-    its first rows)."""
-
-    def has_text(part, rows):  # tables without it have been refused
-        return part.kind not in ('json', 'jsonl') or any(isinstance(row.get('text'), str) for row in rows)
-
-    without = {part.path: rows for part, rows in files if not has_text(part, rows)}
-    if not 0 < len(without) < len(files):
-        return None
-    names = one_line(', '.join(list(without)[:3])) + (', ...' if len(without) > 3 else '')
-    fields = dict.fromkeys(name for row in next(iter(without.values())) for name in row)
-    return (
-        f"WARNING: {len(without):,} of {len(files):,} files have no field 'text' in their first rows, so all strings "
-        f'are learned: {names} (fields of the first: {_listed(fields)})'
-    )
 
 
 def _no_conversations(fields, chat_fields):
@@ -416,27 +383,7 @@ def _how_chats_are_read(source, names, rows):
         return f'rows are good and bad answers, to be joined to pairs{by}'
     if source.chat_fields == PREFERENCES:
         return f'rows are pairs of a better and a worse answer{by}'
-    return f'rows are conversations{by} (--chat=False learns all strings as text)'
-
-
-def _how_read(rows, said_text):
-    """A line that says how texts are read, or None if that is obvious. rows: some rows of files in which rows may lack
-    the field 'text'."""
-    without = next((row for row in rows if not isinstance(row.get('text'), str)), None)
-    if said_text or without is None:
-        return None
-    line = (
-        f"WARNING: rows without a field 'text': of those all strings are learned, here of {_listed(without)}. "
-        f'--text_field=NAME takes one field, {OTHER_FIELDS} reads conversations'
-    )
-    found = next(filter(None, (speakers_in(row) for row in rows if not isinstance(row.get('text'), str))), None)
-    if found:
-        name, keys = found
-        line += (
-            f'\nWARNING: {name} looks like conversations (keys {keys}), and all that is said in it is learned: if only '
-            f'answers should be, {KEYS_OF_MESSAGES}, its roles to user and assistant, and say --chat_fields={name}'
-        )
-    return line
+    return f'rows are conversations{by} ({AS_TEXT})'
 
 
 def _inspect(path, chat_fields=()):

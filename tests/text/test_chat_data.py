@@ -680,7 +680,7 @@ def test_few_bad_rows_are_no_warning(chatml, tmp_path):
 def test_conversations_that_no_template_can_write_get_one_line_with_the_way_out(chatml, tmp_path):
     rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in many_chats(9)])
     error = error_of(tmp_path, f'--dataset={rows}', '--tokenizer=bpe')
-    assert re.search('tokenizer=bpe .*--tokenizer=out/RUN .*--chat=False', error)
+    assert re.search('tokenizer=bpe .*--tokenizer=out/RUN .*--text_field', error)
     assert 'models/typo: there is no such folder' in error_of(tmp_path, f'--dataset={rows}', '--tokenizer=models/typo')
     broken = make_tokenizer(tmp_path / 'broken', '{% for message in %}')
     assert 'chat template cannot' in error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={broken}')
@@ -689,9 +689,6 @@ def test_conversations_that_no_template_can_write_get_one_line_with_the_way_out(
         keys = f'--tokenizer={chatml}', f'--chat_template={tmp_path}/{name}.jinja'
         assert expected in error_of(tmp_path, f'--dataset={rows}', *keys)
     assert not (tmp_path / 'data').exists()
-    prepare(tmp_path, f'--dataset={rows}', '--tokenizer=bytes', '--chat=False', '--val_fraction=0')
-    texts = documents_of(tmp_path / 'data' / 'rows-bytes', 'train')
-    assert texts[1] == '\n'.join(text for turn in list(many_chats(9))[1] for text in turn)
 
 
 def test_conversations_get_a_default_template_where_the_tokenizer_has_none(tmp_path):
@@ -732,7 +729,7 @@ def test_rows_all_of_which_are_bad_end_in_one_line_with_the_reasons(chatml, tmp_
         assert re.search(
             r"all 12 rows .*assistant's .*\(9\); .*no content .*: role, text\): rename its keys .* \(3\); ", error
         )
-        assert '--chat=False' in error and 'split' not in error
+        assert '--text_field=FIELD' in error and 'split' not in error
     refuses = make_tokenizer(tmp_path / 'refuses', "{{ raise_exception('never') }}")
     rows = write_rows(tmp_path / 'good.jsonl', ({'messages': messages_of(turns)} for turns in many_chats(9)))
     error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={refuses}')
@@ -863,7 +860,7 @@ def test_a_long_json_list_is_read_element_by_element(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, 'JSON_BYTES', 100)
     monkeypatch.setattr(reading, 'UNIT_BYTES', 300)
     monkeypatch.setattr(reading, 'PIECE_BYTES', 300)
-    elements = [{'n': number, 't': ['ä' * (number % 40), ']},{"', number * 10**9]} for number in range(60)]
+    elements = [{'n': number, 'text': 'ä' * (number % 40) + ']},{"'} for number in range(60)]
     (tmp_path / 'list.json').write_text(json.dumps(elements + [12345], indent=2, ensure_ascii=False), encoding='utf-8')
 
     def texts(units, notes):
@@ -871,7 +868,7 @@ def test_a_long_json_list_is_read_element_by_element(tmp_path, monkeypatch):
 
     source = sources.find_source(str(tmp_path / 'list.json'))
     units = list(reading.units_of(source))
-    expected = ['\n'.join(part for part in element['t'][:2] if part).encode() for element in elements]
+    expected = [element['text'].encode() for element in elements]
     assert len(units) > 5 and texts(units, collections.Counter()) == expected
     for number, unit in enumerate(units):
         rest = list(reading.units_of(source, unit.next))

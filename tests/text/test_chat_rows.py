@@ -163,7 +163,7 @@ def test_the_first_line_names_the_fields_that_are_read_and_no_others(row, read_o
     by = ', '.join(read_of_it) + (f'; not read: {others}' if others else '')
     for kind in ('jsonl', 'parquet'):
         line = sources.find_source(str(tmp_path / f'rows.{kind}')).line
-        assert line.startswith(f'rows are conversations, by their {by} (--chat=False')
+        assert line.startswith(f'rows are conversations, by their {by} (--text_field=')
 
 
 def test_bytes_are_the_text_that_they_are_in_utf8(tmp_path):
@@ -506,12 +506,10 @@ def test_a_list_of_messages_in_an_unknown_field_is_not_learned_as_text(tmp_path,
     ):
         sources.find_source(str(rows))
     assert sources.find_source(str(rows), chat=True, chat_fields=['turns']).chat
-    assert not sources.find_source(str(rows), chat=False).chat
-
-    # In a folder with other rows such a row is left out, and a list of anything else is text.
+    # Among other rows such a row is left out, with the reason.
     write_rows(rows, [{'text': 'a'}, {'turns': turns}, {'cast': [{'role': 'king', 'value': 'Lear'}]}])
     texts, notes = texts_of(sources.find_source(str(rows)))
-    assert texts == ['a', 'king\nLear']
+    assert texts == ['a']
     assert [count for note, count in notes.items() if '--chat_fields=turns' in note] == [1]
 
 
@@ -527,31 +525,17 @@ def test_a_list_in_which_both_sides_of_a_chat_speak_is_not_learned_as_text(tmp_p
         for turns in (said, json.dumps(said)):
             write_rows(path, [{'id': 'x', 'turns': turns}] * 3)
             words = (
-                f'turns is a list of messages with the keys {speaker}, {what}: rename its keys .*=turns; --chat=False'
+                f'turns is a list of messages with the keys {speaker}, {what}: rename its keys .*=turns; --text_field'
             )
             with pytest.raises(ValueError, match=words):
                 sources.find_source(str(path))
-        assert texts_of(sources.find_source(str(path), chat=False))
-    # Beside other rows such a row is left out, and lists that only resemble it are text.
+    # Among other rows such a row is left out with the reason, and lists that only resemble it without.
     said = [{'speaker': 'customer', 'text': 'q'}, {'speaker': 'agent', 'text': 'a'}]
     fields = [{'name': 'user', 'type': 'str'}, {'name': 'model', 'type': 'str'}, {'name': 'id', 'type': 'int'}]
     write_rows(path, [{'text': 't'}, {'turns': said}, {'turns': said[:1]}, {'turns': fields}, {'turns': [{}, {}]}])
     texts, notes = texts_of(sources.find_source(str(path)))
-    assert texts == ['t', 'customer\nq', 'user\nstr\nmodel\nstr\nid\nint']
+    assert texts == ['t']
     assert [count for note, count in notes.items() if 'is a list of messages with the keys' in note] == [1]
-
-
-def test_a_list_in_which_people_speak_is_learned_as_text_with_a_warning(tmp_path):
-    said = [{'speaker': 'Ann', 'text': 'q'}, {'speaker': 'Bob', 'text': 'a'}]
-    for turns in (said, json.dumps(said)):
-        path = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
-        source = sources.find_source(str(path))
-        assert not source.chat and 'WARNING: turns looks like conversations (keys speaker, text)' in source.line
-        assert 'rename its keys to role and content' in source.line and '--chat_fields=turns' in source.line
-        assert sources.find_source(str(path), chat=False).line is None  # since the user says that it is no chat
-    for turns in ([{'lang': 'en', 'text': 'q'}, {'lang': 'de', 'text': 'a'}], said[:1], [*said, {'text': 'x'}], ['x']):
-        path = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
-        assert 'looks like conversations' not in sources.find_source(str(path)).line
 
 
 def test_messages_with_other_keys_are_refused_with_those_that_are_read():
@@ -670,21 +654,18 @@ def test_what_looks_like_training_data_of_another_kind_is_refused_by_name(tmp_pa
                 sources.find_source(str(tmp_path / f'rows.{kind}'))
     source = sources.find_source(str(tmp_path / 'rows.jsonl'), chat=True, chat_fields=['prompt', 'chosen'])
     assert texts_of(source)  # and nothing is raised
-    assert not sources.find_source(str(tmp_path / 'rows.jsonl'), chat=False).chat
 
 
-def test_rows_of_which_all_strings_are_learned_are_named_with_the_keys_that_read_them(tmp_path):
-    path = write_rows(tmp_path / 'rows.jsonl', [{'source': 'q', 'target': 'a'}] * 3)
-    source = sources.find_source(str(path))
-    assert 'source, target' in source.line and '--text_field=' in source.line and '--chat_fields=' in source.line
-    assert [(count, "without a field 'text'" in note) for note, count in texts_of(source)[1].items()] == [(3, True)]
-    for content in ('[{"source": "q", "target": "a"}, {"source": "q"}]', '{"data": [{"text": "a", "url": "b"}]}'):
-        (tmp_path / 'rows.json').write_text(content)
-        assert '--chat_fields=' in sources.find_source(str(tmp_path / 'rows.json')).line
-    assert sources.find_source(str(path), chat=False).line is None  # since the user says that it is no chat
+def test_rows_without_a_text_are_refused_with_the_keys_that_read_them(tmp_path):
+    write_rows(tmp_path / 'rows.jsonl', [{'source': 'q', 'target': 'a'}] * 3)
+    (tmp_path / 'list.json').write_text('[{"source": "q", "target": "a"}, {"source": "q"}]')
+    (tmp_path / 'object.json').write_text('{"data": [{"text": "a", "url": "b"}]}')
+    for name, fields in (('rows.jsonl', 'source, target'), ('list.json', 'source, target'), ('object.json', 'data')):
+        with pytest.raises(ValueError, match=f'choose with --text_field; it has: {fields}; --chat_fields='):
+            sources.find_source(str(tmp_path / name))
     assert sources.find_source(str(write_rows(tmp_path / 'texts.jsonl', [{'text': 'a'}] * 3))).line is None
     line = sources.find_source(str(write_rows(tmp_path / 'gsm.jsonl', [{**ROWS['gsm8k'], 'id': 1}] * 3))).line
-    assert 'question, answer' in line and 'not read: id' in line and '--chat=False' in line
+    assert 'question, answer' in line and 'not read: id' in line and '--text_field=' in line
 
 
 def test_nulls_in_the_arguments_of_a_line_of_json_are_kept_and_those_of_columns_are_none(tmp_path):
@@ -705,7 +686,7 @@ def test_the_end_shows_an_example_with_what_is_learned_and_peek_shows_whole_ones
     path = write_rows(tmp_path / 'gsm.jsonl', [*rows, {'question': 'q', 'answer': None}])
     options = (f'--dataset={path}', f'--tokenizer={folders["chatml"]}', '--name=gsm', '--num_proc=1')
     printed = prepare(tmp_path, *options).stdout
-    assert 'rows are conversations, by their question, answer (--chat=False' in printed
+    assert 'rows are conversations, by their question, answer (--text_field=' in printed
     assert '<|im_start|>assistant\n【#### 1<|im_end|>】\n' in printed
     assert meta_of(tmp_path / 'data' / 'gsm')['rows_kept'] == 40
     length, *windows = prepare(tmp_path, '--peek=gsm').stdout.split('--- ')
