@@ -4,7 +4,7 @@ What does a slow network cost each strategy? Makes two hosts on one machine with
     python benchmarks/slow_link.py --data_dir=data --dataset=stdlib-bpe2048   # all cases and links: 1.5 hours
     python benchmarks/slow_link.py --short --cases=ddp,diloco-20 --links=none,100        # random tokens, some minutes
 
-With --steps=400 the first command is that of the table in docs/log.md. It needs stdlib-bpe2048 (python
+With --steps=400 the first command is that of the table in docs/diloco.md. It needs stdlib-bpe2048 (python
 prepare_data.py). The hosts are network namespaces, the cable is a veth pair that `tc` slows down, and training is real
 torchrun with two nodes over it. This works only on Linux and only as root; `ip` and `tc` are in the package iproute2.
 
