@@ -196,7 +196,8 @@ class OuterKeys:
 OPTIMIZERS, SCHEDULES = (get_args(Keys.__annotations__[key]) for key in ('optimizer', 'lr_schedule'))
 
 # What earlier versions had: {a key, or a value of one: (whether a run with these keys used it, what to do instead)}. It
-# is said to who types it, and to who goes on with a run that used it. The code of commit 83d2e81 has all of it.
+# is said to who types it, and to who goes on with a run that used it. The code of commit 83d2e81 has all of it. Like
+# MOVED it is for those who come from version 0.9, and ends with 1.0.
 INT4 = 'exchange_dtype=int4 with error_feedback=True reaches the same loss for about as few bytes'
 GONE = {
     'top2bit': (lambda keys: keys.get('exchange_dtype') == 'top2bit', INT4),
@@ -210,6 +211,7 @@ GONE = {
         'it is 0.5 with overlap_steps, and 0 without',
     ),
     'coordinates': (lambda keys: False, '`python benchmarks/coordinates.py` does that'),
+    'cores': (lambda keys: False, '--plan is for GPUs alone: compare layouts on CPUs with --bench'),
 }
 
 # {script: {a key that it had in earlier versions: the script that has it now, and goes on with its runs}}
