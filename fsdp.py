@@ -16,6 +16,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import fsdp_manual
+import muon
 import offload
 import optim
 from layout import FP32, numbers
@@ -230,8 +231,8 @@ def sends(plan):
         'all-reduce': 2 * (copies - 1) * FP32 * weights.count(weights.trained) * reductions / copies,
         'all-to-all': 0,
     }
-    if keys['optimizer'] == 'muon' and ranks > 1:  # optim.Muon: a hidden matrix goes to one rank, and its update back
-        hidden = weights.count(optim.hidden_matrices(plan.model))
+    if keys['optimizer'] == 'muon' and ranks > 1:  # muon.py: a hidden matrix goes to one rank, and its update back
+        hidden = weights.count(muon.hidden_matrices(plan.model))
         sent['all-to-all'] = 2 * (ranks - 1) * (2 if plan.on_cuda else FP32) * hidden / ranks
     return sent
 

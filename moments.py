@@ -300,6 +300,12 @@ def is_finite(tensor):
     return torch.stack(piece.aminmax()).isfinite().all().item()  # NaN gives NaN; saves isfinite()'s memory
 
 
+# Elements updated at once. On a CPU, theta, g, m, v and two temporaries of 131072 elements are 3 MB, which fits its
+# cache. Time for 19M parameters in fp32 on 2 threads, with chunks of 32768: 28 ms, 65536: 22, 131072: 18, 262144: 54.
+CHUNK = 2**17
+FOREACH = 2**26  # on a GPU; it bounds the temporaries, for ADANA by 3 * 4 * 2**26 bytes = 0.8 GB
+
+
 def in_parts(items, size_of, most):
     """Yields lists of consecutive items, each of one item or of several whose sizes add up to `most` or less."""
     part, size = [], 0

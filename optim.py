@@ -31,19 +31,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import moments
+import muon
 from keys import DANA, OPTIMIZERS, SCHEDULES
-from layout import FP32, WHOLE
-from model import GPT, Attention, ExpertLinear
-from moments import in_parts, local
+from layout import WHOLE
+from model import GPT
+from moments import CHUNK, FOREACH, in_parts, local
 
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
-MUON_MOMENTUM = 0.95
 
-# Elements updated at once. On a CPU, theta, g, m, v and two temporaries of 131072 elements are 3 MB, which fits its
-# cache. Time for 19M parameters in fp32 on 2 threads, with chunks of 32768: 28 ms, 65536: 22, 131072: 18, 262144: 54.
-CHUNK = 2**17
-FOREACH = 2**26  # on a GPU; it bounds the temporaries, for ADANA by 3 * 4 * 2**26 bytes = 0.8 GB
 PIECE = 2**23  # on a GPU, for moments in fewer bits: rounding them takes some 60 bytes a number meanwhile, 0.5 GB
 
 
@@ -85,7 +81,7 @@ def make_optimizer(
 
     groups = [{'lr_factor': 1.0, 'eps': 1e-8, **group} for group in parameter_groups(model, weight_decay)]
     if optimizer == 'muon':
-        hidden = hidden_matrices(model)
+        hidden = muon.hidden_matrices(model)
         for group in groups:  # adamw-decay with an infinite wd_ts is plain AdamW
             group.update(params=[p for p in group['params'] if p not in hidden], update='adamw-decay')
         groups.insert(0, groups[0] | {'params': list(hidden), 'update': 'muon'})
@@ -118,31 +114,9 @@ def parameter_groups(model, weight_decay):
     return [{'params': list(matrices), 'weight_decay': weight_decay}, {'params': others, 'weight_decay': 0.0}]
 
 
-def hidden_matrices(model):
-    """The parameters that Muon trains, as {parameter: [rows of each matrix that is fused in it]}.
-
-    These are the weights of all Linear modules except two kinds. In the head (`head`, `lm_head`), as in embeddings,
-    Muon's author finds AdamW better; and in LoRA's matrices tiny first gradients would become full-size steps. Fused
-    q, k and v count as three matrices, and the experts of a mixture as one each.
-    """
-    hidden, others = {}, set()
-    for name, module in model.named_modules():
-        if isinstance(module, Attention):  # numbers of heads: queries (and gates), keys, values
-            hidden[module.qkv.weight] = [heads * module.head_dim for heads in module.heads_of_qkv]
-        for own_name, parameter in module.named_parameters(recurse=False):
-            is_hidden = parameter.dim() == 2 and not isinstance(module, nn.Embedding) and parameter.requires_grad
-            if is_hidden and isinstance(module, ExpertLinear):
-                hidden[parameter] = [parameter.shape[0] // module.n_matrices] * module.n_matrices
-            if is_hidden and name.split('.')[-1] not in ('head', 'lm_head') and own_name not in ('lora_A', 'lora_B'):
-                hidden.setdefault(parameter, [parameter.shape[0]])
-            else:
-                others.add(parameter)
-    return {parameter: rows for parameter, rows in hidden.items() if parameter not in others}
-
-
 def moments_of(model, optimizer):
     """{parameter: how many numbers the optimizer keeps for each of its own}, of those that are trained."""
-    hidden = hidden_matrices(model) if optimizer == 'muon' else ()
+    hidden = muon.hidden_matrices(model) if optimizer == 'muon' else ()
     return {p: MOMENTS[optimizer] - (p in hidden) for p in model.parameters() if p.requires_grad}
 
 
@@ -643,11 +617,7 @@ class Muon(Elementwise):
 
     The factor 0.2*sqrt(...) makes updates as large as AdamW's, so that its learning rate and weight decay carry over.
 
-    Newton-Schulz is most of the work of this update, so ranks deal the matrices out among themselves. Sharded ones go
-    to the ranks that share them: each matrix is gathered on one of these, orthogonalised there, and scattered again,
-    which takes two all-to-alls per step for all of them together. With copies of the shards (HSDP) each copy does this
-    for itself. Of whole matrices (DDP) each rank has the momentum already, so only the updates travel, in one
-    all-gather: see dealt_updates().
+    Newton-Schulz needs whole matrices and is most of the work, so the ranks divide it: muon.py.
     """
 
     def __init__(self, groups, split_rows, constants, compile, copies):
@@ -667,188 +637,19 @@ class Muon(Elementwise):
                 self.state[parameter]['momentum_buffer'] = torch.zeros_like(parameter)
         theta, g = [local(p) for p in parameters], [local(p.grad) for p in parameters]
         m = [local(self.state[p]['momentum_buffer']) for p in parameters]
-        torch._foreach_lerp_(m, g, 1 - MUON_MOMENTUM)
-        u = torch._foreach_lerp(g, m, MUON_MOMENTUM)
+        torch._foreach_lerp_(m, g, 1 - muon.MOMENTUM)
+        u = torch._foreach_lerp(g, m, muon.MOMENTUM)
         if u[0].is_cuda:
             u = [matrix.bfloat16() for matrix in u]  # precise enough for the iterations, and half to send
 
         split_rows = [self.split_rows[p] for p in parameters]
         ranks = shard_group(parameters)
         if ranks:
-            u = sharded_muon_updates(u, parameters, split_rows, ranks)
+            u = muon.sharded_muon_updates(u, parameters, split_rows, ranks)
         else:
-            u = muon_updates(u, split_rows, self.copies)
+            u = muon.muon_updates(u, split_rows, self.copies)
         torch._foreach_add_(theta, theta, alpha=-group['lr'] * group['weight_decay'])
         torch._foreach_add_(theta, u, alpha=-group['lr'])
-
-
-def sharded_muon_updates(u, parameters, split_rows, group):
-    """muon_updates() of sharded matrices: this rank's rows of each update. u: its rows of each momentum. Collective."""
-    ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    shapes = [shapes_of_shards(*parameter.shape, ranks) for parameter in parameters]  # [matrix][rank]
-    assert [tuple(x.shape) for x in u] == [x[me] for x in shapes], f'rank {me} does not hold rows as Shard(0) does'
-    owned_by = deal_out([flops(*parameter.shape) for parameter in parameters], ranks)
-    mine = owned_by[me]
-
-    whole = gather_to_owners(u, owned_by, shapes, group)
-    updates = muon_updates(whole, [split_rows[i] for i in mine])
-    return scatter_from_owners(updates, owned_by, shapes, group)
-
-
-def gather_to_owners(rows, owned_by, shapes, group):
-    """Send this rank's rows of each matrix to the matrix's owner. Returns the matrices that this rank owns, whole.
-
-    rows: [matrix]. owned_by: [rank][number of a matrix]. shapes: [matrix][rank], of the rows that a rank holds.
-    """
-    mine, ranks = owned_by[dist.get_rank(group)], range(len(owned_by))
-    outgoing = [[rows[i] for i in owned] for owned in owned_by]
-    incoming = [[shapes[i][rank] for i in mine] for rank in ranks]
-    pieces = all_to_all(outgoing, incoming, group)  # [rank][matrix of mine]
-    return [torch.cat(of_matrix) for of_matrix in zip(*pieces, strict=True)]
-
-
-def scatter_from_owners(matrices, owned_by, shapes, group):
-    """The way back: send each rank its rows of the matrices that this rank owns. Returns this rank's rows of each
-    matrix, [matrix]."""
-    me, ranks = dist.get_rank(group), range(len(owned_by))
-    heights = [[height for height, _ in shapes[i]] for i in owned_by[me]]
-    pieces = list(map(torch.split, matrices, heights))  # [matrix of mine][rank]
-    outgoing = [[of_matrix[rank] for of_matrix in pieces] for rank in ranks]
-    incoming = [[shapes[i][me] for i in owned] for owned in owned_by]
-    returned = all_to_all(outgoing, incoming, group)  # [owner][matrix of the owner]
-    rows = dict(zip(sum(owned_by, []), sum(returned, []), strict=True))
-    return [rows[i] for i in range(len(shapes))]
-
-
-def all_to_all(outgoing, shapes, group):
-    """One collective. outgoing[r]: tensors for rank r. Returns [r][i], the tensors from rank r, of shapes[r][i]."""
-    send = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
-    sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
-    sizes = [[math.prod(shape) for shape in from_rank] for from_rank in shapes]
-    received = send.new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(received, send, list(map(sum, sizes)), sizes_out, group=group)
-    pieces = iter(received.split(sum(sizes, [])))
-    return [[next(pieces).view(shape) for shape in from_rank] for from_rank in shapes]
-
-
-def muon_updates(matrices, split_rows, copies=None):
-    """0.2*sqrt(max(rows, columns)) * orthogonalise(.) of each matrix that is fused in one of `matrices`.
-
-    copies: process group of the ranks that have the same ones, and divide the work; then it is collective.
-    """
-    fused = [matrix.split(rows) for matrix, rows in zip(matrices, split_rows, strict=True)]
-    parts = sum(fused, ())
-    updates = iter(dealt_updates(parts, copies) if copies else updates_of(parts))
-    return [torch.cat([next(updates) for _ in of_matrix]) for of_matrix in fused]
-
-
-def updates_of(matrices):
-    """The updates of single matrices. Those of one shape go together, on a GPU up to FOREACH numbers at a time, so that
-    17 launches serve all of them. On a CPU only small ones go together; large ones are as fast alone."""
-    updates = [None] * len(matrices)
-    most = FOREACH if matrices and matrices[0].is_cuda else CHUNK
-    for batch in batches_of([matrix.shape for matrix in matrices], most):
-        rows, columns = matrices[batch[0]].shape
-        found = orthogonalise(torch.stack([matrices[i] for i in batch])).mul_(0.2 * math.sqrt(max(rows, columns)))
-        for i, update in zip(batch, found, strict=True):
-            updates[i] = update
-    return updates
-
-
-def dealt_updates(matrices, group):
-    """updates_of() matrices that all ranks of `group` have alike: each computes some, and all gather all of them.
-
-    If all iterations together take the time T, on n ranks they take T/n, and each rank sends (n-1)/n of the updates. A
-    matrix (rows, columns) of which the smaller side is m takes 20 m rows columns + 10 m^3 FLOPs and as an update of
-    bfloat16 2 rows columns bytes, which is 10 m to 15 m FLOPs for a byte. So wide models gain on any link, and narrow
-    ones within a node. Estimated for the 124M parameters of GPT-2 (m = 768, 85M of them in such matrices) on 8 H100:
-    1.6 TFLOP at 400 TFLOP/s are 4.1 ms, an eighth is 0.5 ms, and 170 MB at 360 GB/s another 0.4 ms.
-
-    The momenta stay on every rank. To update them takes one pass through memory, and in return memory, checkpoints and
-    what a run may go on with do not depend on the ranks. (Who wants them divided wants FSDP, zero_stage=1.)
-    What arrives is what its owner has computed, bit for bit, so ranks that were equal stay equal.
-    """
-    ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    owned_by = deal_matrices([matrix.shape for matrix in matrices], ranks)
-    sizes = [[matrices[i].numel() for i in owned] for owned in owned_by]  # [rank][matrix of the rank]
-    length = max(map(sum, sizes))  # ranks gather rows of one length, with zeros at the end
-
-    mine = updates_of([matrices[i] for i in owned_by[me]])
-    row = torch.cat([*(update.reshape(-1) for update in mine), matrices[0].new_zeros(length - sum(sizes[me]))])
-    gathered = row.new_empty(ranks, length)
-    dist.all_gather([*gathered], row, group=group)
-
-    updates = [None] * len(matrices)
-    for owned, row, its_sizes in zip(owned_by, gathered, sizes, strict=True):
-        for i, update in zip(owned, row[: sum(its_sizes)].split(its_sizes), strict=True):
-            updates[i] = update.view(matrices[i].shape)
-    return updates
-
-
-def deal_matrices(shapes, ranks):
-    """[rank][number of a matrix], for whole matrices.
-
-    Small ones go in the batches in which one process on a CPU computes them, since there a matrix of odd size may come
-    out in other bits beside others (its place in memory decides how BLAS adds). So the ranks compute what one process
-    does. On a GPU batches are larger than these, and cuBLAS may choose another kernel for another number of matrices.
-    """
-    batches = batches_of(shapes, CHUNK)
-    owned_by = deal_out([len(batch) * flops(*shapes[batch[0]]) for batch in batches], ranks)
-    return [sorted(i for number in owned for i in batches[number]) for owned in owned_by]
-
-
-def batches_of(shapes, most):
-    """[[number of a matrix, ...], ...]: matrices of one shape, together `most` numbers or less unless it is one."""
-    alike = {}
-    for i, shape in enumerate(shapes):
-        alike.setdefault(tuple(shape), []).append(i)
-    return [batch for same in alike.values() for batch in in_parts(same, lambda i: math.prod(shapes[i]), most)]
-
-
-def sends(plan, copies):
-    """What a rank sends in dealt_updates(), as the lessons' sends(plan): rows of equal length to each other copy."""
-    if copies == 1 or plan.keys['optimizer'] != 'muon':
-        return {}
-    hidden = hidden_matrices(plan.model)
-    shapes = [(rows, parameter.shape[1]) for parameter, split_rows in hidden.items() for rows in split_rows]
-    length = max(sum(math.prod(shapes[i]) for i in owned) for owned in deal_matrices(shapes, copies))
-    return {'all-gather': (copies - 1) * (2 if plan.on_cuda else FP32) * length}
-
-
-def orthogonalise(matrices):
-    """Roughly U V^T, for matrices (n, rows, columns) whose singular value decompositions are U S V^T: the singular
-    values come out between 0.7 and 1.2.
-
-    Five Newton-Schulz iterations X <- 3.4445 X - 4.7750 X X^T X + 2.0315 (X X^T)^2 X, in the dtype of the matrices.
-    """
-    x = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.mT  # X X^T is the smaller of the two products
-    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
-    for _ in range(5):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x if matrices.shape[1] <= matrices.shape[2] else x.mT.contiguous()
-
-
-def shapes_of_shards(rows, columns, ranks):
-    """[shape on each rank] under Shard(0), which cuts like torch.chunk: ceil(rows / ranks) each, the rest, then 0."""
-    piece = -(-rows // ranks)
-    return [(max(0, min(piece, rows - rank * piece)), columns) for rank in range(ranks)]
-
-
-def deal_out(costs, ranks):
-    """[rank][number of an item]: the most expensive go first, each to the rank with the least work so far."""
-    work, owned_by = [0] * ranks, [[] for _ in range(ranks)]
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        rank = work.index(min(work))
-        owned_by[rank].append(item)
-        work[rank] += costs[item]
-    return [sorted(owned) for owned in owned_by]
-
-
-def flops(rows, columns):
-    """Of orthogonalise(), with the smaller side m: five times X X^T, its square, and that times X."""
-    m, n = sorted((rows, columns))
-    return 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
 
 
 def shard_group(parameters):

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import optim
+import muon
 from layout import FP32, counted, numbers
 from model import GPT, LLAMA_STYLE
 
@@ -269,7 +269,7 @@ def sends(plan):
     return {
         'point-to-point': messages * message_bytes(plan) + FP32 * numbers(tied),
         'all-reduce': 2 * (copies - 1) * FP32 * numbers(plan.weights.all) / copies,
-    } | optim.sends(plan, copies)
+    } | muon.sends(plan, copies)
 
 
 # --- how it works with the others -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ What torch's DistributedDataParallel makes a rank of train_ddp.py hold and send.
 
 from torch import nn
 
-import optim
+import muon
 from layout import FP32, numbers
 
 
@@ -50,4 +50,4 @@ def sends(plan):
     sends."""
     ranks = plan.layout.ranks
     all_reduce = 2 * (ranks - 1) * FP32 * numbers(plan.weights.trained) / ranks
-    return {'all-reduce': all_reduce} | optim.sends(plan, ranks)
+    return {'all-reduce': all_reduce} | muon.sends(plan, ranks)

@@ -34,6 +34,7 @@ FLOORS = [
     {'dataset', 'exchange'},
     {'system'},
     {'configurator.py', 'offload.py', 'optim.py'},
+    {'muon.py'},
     {'model.py', 'layout.py', 'moments.py'},
     {'keys.py'},
 ]
@@ -72,6 +73,7 @@ def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
         'layout.py',
         'model.py',
         'moments.py',
+        'muon.py',
         'offload.py',
         'optim.py',
     }
@@ -115,6 +117,7 @@ def test_the_page_to_try_an_idea_in_reads_the_model_the_data_and_the_optimizer_a
         'layout.py',
         'model.py',
         'moments.py',
+        'muon.py',
         'optim.py',
         'system',
         'train_simple.py',

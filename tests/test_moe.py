@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import expert_manual
 import model as model_module
-import optim
+import muon
 from huggingface import convert
 from model import GPT, Experts, ModelConfig
 from optim import balance_experts
@@ -184,7 +184,7 @@ def test_initial_values_are_those_of_any_matrix():
 
 def test_muon_orthogonalises_each_expert():
     model = make_model()
-    rows = optim.hidden_matrices(model)
+    rows = muon.hidden_matrices(model)
     block = model.blocks[0].mlp
     assert rows[block.experts.gate.weight] == [32] * 8 and rows[block.experts.down.weight] == [40] * 8
     assert rows[block.router.weight] == [8]

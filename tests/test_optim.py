@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import muon
 import optim
 from model import ARCHITECTURES, GPT, Attention, ModelConfig
 from optim import OPTIMIZERS, SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
@@ -205,12 +206,12 @@ def test_muon_takes_hidden_matrices_and_neither_embedding_nor_head():
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         names = [name_of[id(parameter)] for parameter in hidden['params']]
         assert names == (list(HIDDEN) if isinstance(model, Zoo) else ['linear.weight'])
-    assert list(optim.hidden_matrices(Zoo()).values()) == [list(rows) for rows in HIDDEN.values()]
+    assert list(muon.hidden_matrices(Zoo()).values()) == [list(rows) for rows in HIDDEN.values()]
 
 
 def test_muon_leaves_the_head_of_transformers_models_to_adamw():
     model = nn.ModuleDict({'embed': nn.Embedding(11, 8), 'q_proj': nn.Linear(8, 8), 'lm_head': nn.Linear(8, 11)})
-    assert list(optim.hidden_matrices(model)) == [model['q_proj'].weight]
+    assert list(muon.hidden_matrices(model)) == [model['q_proj'].weight]
 
 
 # --- update ---------------------------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ def test_muon_on_a_gpu_is_as_many_launches_for_many_matrices_of_a_shape_as_for_f
     for matrices in (4, 16):
         weights = [torch.zeros(16, 8, device='meta') for _ in range(matrices)]
         with Launches() as launches:
-            optim.muon_updates(weights, [16] * matrices)
+            muon.muon_updates(weights, [16] * matrices)
         counts[matrices] = launches.count
     assert counts[16] - counts[4] == 16 - 4 and counts[4] <= 30
 
@@ -353,11 +354,11 @@ def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
     start, gradients = values()
     moved, dtypes = [], []
     for module in (optim, on_gpu):
-        model, orthogonalise = Zoo(), module.orthogonalise
+        model, orthogonalise = Zoo(), muon.orthogonalise
         for name, parameter in model.named_parameters():
             parameter.data, parameter.grad = start[name].clone(), gradients[name][0].clone()
         note_dtype = mock.Mock(side_effect=lambda x, f=orthogonalise: dtypes.append(x.dtype) or f(x))
-        with mock.patch.object(module, 'orthogonalise', note_dtype):
+        with mock.patch.object(muon, 'orthogonalise', note_dtype):
             module.make_optimizer(model, 'muon', **KEYS).step()
         moved.append({name: parameter.detach() - start[name] for name, parameter in model.named_parameters()})
     assert dtypes == len(dtypes) // 2 * [torch.float32] + len(dtypes) // 2 * [torch.bfloat16]
@@ -498,21 +499,21 @@ def test_clipping_is_torchs_to_the_bit():
 @pytest.mark.parametrize('shape', [(40, 60), (60, 40)])
 def test_orthogonalised_matrices_have_singular_values_near_1_together_as_alone(shape):
     matrices = torch.randn(5, *shape)
-    found = optim.orthogonalise(matrices)
+    found = muon.orthogonalise(matrices)
     for matrix, alone in zip(found, matrices, strict=True):
         singular_values = torch.linalg.svdvals(matrix)
         assert 0.6 < singular_values.min() and singular_values.max() < 1.3
-        assert error(matrix, optim.orthogonalise(alone[None])[0]) <= apart()
+        assert error(matrix, muon.orthogonalise(alone[None])[0]) <= apart()
 
 
 def test_matrices_are_dealt_out_evenly():
     shapes = [(1536, 512), (512, 512), (2048, 512), (512, 2048)] * 6
-    costs = [optim.flops(*shape) for shape in shapes]
-    owned_by = optim.deal_matrices(shapes, 4)
+    costs = [muon.flops(*shape) for shape in shapes]
+    owned_by = muon.deal_matrices(shapes, 4)
     assert sorted(sum(owned_by, [])) == list(range(len(shapes)))
     assert max(sum(costs[i] for i in owned) for owned in owned_by) < 1.05 * sum(costs) / 4
     # The large one comes first. If it came last, it would go to a rank that has a small one already.
-    assert optim.deal_out([1, 1, 2], 2) == [[2], [0, 1]]
+    assert muon.deal_out([1, 1, 2], 2) == [[2], [0, 1]]
 
 
 def test_a_parameter_that_had_no_gradient_starts_at_step_1():
@@ -653,12 +654,12 @@ def muon_dealt_out():
     matrices, split_rows = [torch.randn(shape) for shape in shapes], [[7, 7] if n == 14 else [n] for n, _ in shapes]
     for matrix in matrices:
         dist.broadcast(matrix, 0)
-    for chunk in (optim.CHUNK, 300):
-        with mock.patch.object(optim, 'CHUNK', chunk):
+    for chunk in (muon.CHUNK, 300):
+        with mock.patch.object(muon, 'CHUNK', chunk):
             with FlopCounterMode(display=False) as by_one:
-                expected = optim.muon_updates(matrices, split_rows)
+                expected = muon.muon_updates(matrices, split_rows)
             with FlopCounterMode(display=False) as dealt:
-                found = optim.muon_updates(matrices, split_rows, dist.group.WORLD)
+                found = muon.muon_updates(matrices, split_rows, dist.group.WORLD)
         are_equal += map(torch.equal, found, expected)
         counts.append((dealt.get_total_flops(), by_one.get_total_flops()))
     return all(are_equal), counts
@@ -668,8 +669,8 @@ def muon_dealt_out():
 def test_ranks_with_the_same_gradients_deal_muon_out_and_compute_what_one_process_does(world_size):
     found = run_function(world_size, muon_dealt_out)
     assert all(are_equal for are_equal, _ in found)
-    of_one = 3 * optim.flops(17, 5) + 10 * optim.flops(7, 19) + optim.flops(8, 8)
-    for number, largest in enumerate((10 * optim.flops(7, 19), 2 * optim.flops(7, 19))):  # the most expensive batch
+    of_one = 3 * muon.flops(17, 5) + 10 * muon.flops(7, 19) + muon.flops(8, 8)
+    for number, largest in enumerate((10 * muon.flops(7, 19), 2 * muon.flops(7, 19))):  # the most expensive batch
         counts = [rank[1][number] for rank in found]
         assert {alone for _, alone in counts} == {of_one} and sum(mine for mine, _ in counts) == of_one
         assert max(mine for mine, _ in counts) <= of_one / world_size + largest
