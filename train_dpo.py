@@ -54,7 +54,7 @@ from runtime.first_weights import initialise
 from runtime.reference import check_keys, self_test, set_reference
 from runtime.watch import Watch
 
-run = begin(config, explicit, config.strategy, pairs=True)  # every key that the run needs now has a value
+run = begin(config, explicit, config.strategy, learns_from='pairs')  # every key that the run needs now has a value
 check_keys(run)
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device

@@ -66,7 +66,7 @@ from runtime.reference import refuse_other_losses
 from runtime.rollouts import Record, micro_batches, write_groups
 from runtime.watch import Watch
 
-run = begin(config, explicit, config.strategy)  # every key that the run needs now has a value
+run = begin(config, explicit, config.strategy, learns_from='prompts')  # every key that the run needs now has a value
 refuse_other_losses(run)
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device

@@ -48,6 +48,7 @@ class Run:
     world_size: int
     device: torch.device
     compute_dtype: torch.dtype
+    learns_from: str = 'text'  # 'text', conversations included, 'pairs' of answers, or 'prompts' that it answers itself
     notes: list = field(default_factory=list)  # lines for the log: which values were filled in, and warnings
     pretrained: object = None  # finetune.Pretrained if init_from is a Hugging Face folder, with native=True as well
     start: object = None  # opened.Opened, which gives the first weights, if init_from is a run of this project
@@ -86,7 +87,7 @@ class Run:
     @property
     def language_folders(self):
         """The folders in which the language of a run from scratch may be, the first one before others."""
-        sources = [] if 'prompts' in vars(self.config) or not self.train_data else self.train_data.sources
+        sources = [] if self.learns_from == 'prompts' or not self.train_data else self.train_data.sources
         return [source.name for source in sources] + ([self.start.folder] if self.start else [])
 
     @property
@@ -97,7 +98,7 @@ class Run:
     @property
     def tokens_per_step(self):
         """Those of an average step: padding does not count."""
-        if 'prompts' in vars(self.config):  # in each step another number
+        if self.learns_from == 'prompts':  # in each step another number
             return 0
         return self.config.global_batch_size * self.config.block_size * self.train_data.filled
 
@@ -155,15 +156,14 @@ class Run:
         self.notes += check_resume(state, vars(self.config), self.identity, self.explicit)
 
 
-def begin(config, explicit, strategy, ranks=None, pairs=False):
+def begin(config, explicit, strategy, ranks=None, learns_from='text'):
     """
     Everything that needs no communication: find out which rank this is, open the model and the data that the keys name,
     and give a value to each key that is None or follows from others.
 
     config, explicit: from configure(); config is changed in place, and its values are final when this returns.
     strategy: 'ddp', 'fsdp', ...: which script this is. ranks: how many share a global batch, where that is not the
-    world size: in a pool it is jobs x ranks per job. pairs: whether the script learns from pairs of answers, which
-    `prepare_data.py --pairs` writes, and not from text or conversations.
+    world size: in a pool it is jobs x ranks per job. learns_from: see Run.
     From here on a user's mistake ends the run with one line on every rank, and running out of memory with advice.
     """
 
@@ -174,15 +174,15 @@ def begin(config, explicit, strategy, ranks=None, pairs=False):
         return f'{line}; {meter.write_allocations(config.out_dir, run.rank)}' if run.traces_memory else line
 
     errors.report_errors(advice)
-    run = Run(config, explicit, {**vars(config)}, strategy, *start_process(config))
+    run = Run(config, explicit, {**vars(config)}, strategy, *start_process(config), learns_from)
     lines = devices.make_compile_caches()
     run.notes += lines if config.compile else []
-    if 'prompts' not in vars(config):
-        refuse_other_data(config, pairs)
+    if learns_from != 'prompts':
+        refuse_other_data(config, learns_from == 'pairs')
     open_init_from(run)
     if config.packing is None:
         config.packing = not run.pretrained or config.native or run.pretrained.keeps_documents_apart
-    if 'prompts' in vars(config):
+    if learns_from == 'prompts':
         from runtime import rollouts
 
         rollouts.open_prompts(run)

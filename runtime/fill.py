@@ -64,7 +64,7 @@ def fill_layout(run, ranks):
     if kept:
         run.notes.append(f'global_batch_size={kept}, which nobody set, is that of the run in {config.out_dir}')
     run.layout = Layout.of(vars(config), run.strategy, ranks)
-    if 'prompts' not in vars(config):  # of which each step has another number
+    if run.learns_from != 'prompts':  # of which each step has another number
         line = run.layout.batch_line(config.batch_size, config.block_size)
         run.notes.append(line + (', padding included' if run.train_data.is_packed else ''))
     if config.eval_iters is not None:
@@ -124,9 +124,9 @@ def fill_data(run):
         from text.conversations import templates_of
 
         config.chats |= bool(pretrained or any(map(templates_of, run.language_folders)))
-    if train_data.is_pairs:
+    if run.learns_from == 'pairs':
         config.windows = 'documents'  # each is one, and begins behind the end of another
-    one = 'pair' if train_data.is_pairs else 'conversation'
+    one = 'pair' if run.learns_from == 'pairs' else 'conversation'
     if train_data.is_chat and not (pretrained or run.start):
         raise ValueError(
             f'dataset={config.dataset} holds {one}s, for a model that knows language: give its --init_from'
@@ -141,7 +141,7 @@ def fill_data(run):
             run.notes.append(f'the longest {one} needs {whole:,} tokens, block_size is {config.block_size:,}{wider}')
         else:
             run.notes.append(
-                f'--block_size={most} {"holds every pair" if train_data.is_pairs else "keeps every conversation whole"}'
+                f'--block_size={most} {"holds every pair" if one == "pair" else "keeps every conversation whole"}'
             )
     refuse_padding_that_counts(run)
     if train_data.is_packed and not config.packing:
@@ -151,7 +151,7 @@ def fill_data(run):
 def refuse_padding_that_counts(run):
     """Raise ValueError if each document would have a row of its own, and its padding would rotate it in another way."""
     config, turning_point = run.config, run.pretrained.turning_point if run.pretrained else math.inf
-    has_padding = run.train_data.is_packed or 'prompts' in vars(config)
+    has_padding = run.train_data.is_packed or run.learns_from == 'prompts'
     if has_padding and not config.packing and config.block_size > turning_point:
         raise ValueError(
             f'packing=False with block_size={config.block_size}: {run.pretrained.arch} (LongRoPE) takes padding for '
@@ -223,7 +223,7 @@ def fill_rates(run):
     run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
     if run.pretrained and 'learning_rate' not in explicit and not config.eval_only:
         rate = config.learning_rate
-        if not (run.train_data.is_pairs or 'prompts' in vars(config)):
+        if run.learns_from == 'text':
             usual = '0.0002, as is usual for LoRA' if config.lora_rank else '1e-05, as is usual for all weights'
             run.notes.append(
                 f'WARNING: learning_rate={rate:g} is meant for training from scratch, and makes a model forget what it '

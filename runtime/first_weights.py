@@ -31,7 +31,7 @@ def open_init_from(run):
         from runtime.opened import open_model
 
         run.start = open_model(name, trust_remote_code=config.trust_remote_code, key='init_from')
-        take_from(run.start, config, run.explicit)
+        take_from(run.start, config, run.explicit, run.learns_from)
     if config.native and (config.init_from == 'scratch' or (run.start and run.start.model_config)):
         given = f'native=True with init_from={config.init_from}'
         raise ValueError(f'{given}, which is no Hugging Face folder: leave native out, model.py computes it')
@@ -75,13 +75,13 @@ def run_or_export(config):
     return config.out_dir if is_gone and not os.path.exists(os.path.join(config.out_dir, KEPT, 'config.json')) else None
 
 
-def take_from(start, config, explicit):
+def take_from(start, config, explicit, learns_from='text'):
     """Give config the model's keys of what a run begins with, except those set explicitly. Raises ValueError where what
     is asked for cannot be read out of its checkpoint, or if its tokens are others."""
     from text.tokenizer import KEPT, as_argument, same_tokenizer
 
     name, before = config.init_from, start.keys
-    if 'prompts' in vars(config) and start.model_config and before:
+    if learns_from == 'prompts' and start.model_config and before:
         config.windows = before['windows'] if 'windows' not in explicit else config.windows
         config.fold_system = before.get('fold_system', False)  # it is asked as it has learned to be
     elif start.model_config and not same_tokenizer(start.folder, data.folder_of(vars(config))):
@@ -136,7 +136,7 @@ def open_folder(run):
         pretrained.router_aux = pretrained.router_z = 0.0
     if config.native:
         native.model_config_of(pretrained)  # raises for a feature that model.py lacks, before data is opened
-    if 'prompts' in vars(config):  # of which there are no tokens yet
+    if run.learns_from == 'prompts':  # there are no tokens yet
         config.vocab_size = pretrained.vocab_size
         return pretrained
     run.notes += check_same_tokenizer(data.folder_of(vars(config)), pretrained.folder)

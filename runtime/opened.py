@@ -198,7 +198,7 @@ def language_of_run(run):
         options = {'fold_system': keys.get('fold_system', False)}
         language = OwnLanguage(tokenizer_of(folder), keys.get('windows'), folder, **options)
     except (ValueError, OSError) as error:
-        given = 'prompts' if 'prompts' in keys else 'eval_tasks'
+        given = 'prompts' if run.learns_from == 'prompts' else 'eval_tasks'
         raise ValueError(f'{given} needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
     if keys.get('chats') or keys.get('prompts_chat'):
         language.stop_after_answers()

@@ -292,7 +292,9 @@ def test_in_a_run_system_messages_are_asked_as_they_were_learned(place):
     keys = {'windows': 'stream', 'chats': True, 'dataset': 'chats'}
     for folds in (False, True):
         config = SimpleNamespace(**keys, fold_system=folds)
-        run = SimpleNamespace(config=config, pretrained=None, language_folder=str(place / 'chat' / 'model'))
+        run = SimpleNamespace(
+            config=config, pretrained=None, learns_from='text', language_folder=str(place / 'chat' / 'model')
+        )
         messages = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'q7'}]
         assert ('system' in plain(language_of_run(run).chat(messages, {}))) == (not folds)
 

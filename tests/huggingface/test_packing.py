@@ -176,7 +176,7 @@ def test_the_self_test_reaches_a_window(tmp_path, alone):
 
 def test_padding_that_would_count_as_text_is_refused():
     config = SimpleNamespace(packing=False, block_size=64)
-    run = SimpleNamespace(config=config, pretrained=SimpleNamespace(turning_point=32, arch='phi3'))
+    run = SimpleNamespace(config=config, pretrained=SimpleNamespace(turning_point=32, arch='phi3'), learns_from='text')
     run.train_data = SimpleNamespace(is_packed=True)
     with pytest.raises(ValueError, match='^packing=False with block_size=64: phi3 .* 32 tokens: .*--block_size=32$'):
         fill.refuse_padding_that_counts(run)
