@@ -26,19 +26,19 @@ from typing import Literal, get_args
 class Keys:
     # I/O [per job]
     out_dir = 'out/train'  # where checkpoints, metrics.jsonl and train.log go: one folder per run [per job, path]
-    resume: Literal['auto', 'never', 'must'] = 'auto'  # resume out_dir; 'never' fails if it holds a run, 'must' if not
+    resume: Literal['auto', 'never', 'must'] = 'auto'  # 'never': fail if out_dir holds a run; 'must': fail if not
     eval_interval = 500  # steps between evaluations; 0 = only after the last step [>= 0]
-    eval_sequences = 160  # validate on the first ones, the same at any batch size: more = less noise; 0 = none [>= 0]
-    eval_iters: int | None = None  # eval_sequences / global_batch_size: how earlier versions counted [>= 0]
+    eval_sequences = 160  # sequences to validate on, always the first ones: more = less noise; 0 = none [>= 0]
+    eval_iters: int | None = None  # eval_sequences in global batches, as earlier versions counted [>= 0]
     eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
     log_interval = 10  # steps between log lines; 0 = only of the first and the last step [>= 0]
-    trace_step = 0  # record it and the step before for chrome://tracing: out_dir/trace_rank0.json, ...; 0 = off [>= 0]
-    trace_memory = False  # GPU: who holds memory at trace_step, or when it runs out: out_dir/memory_rank0.pickle, ...
-    checkpoint_interval = 1000  # steps between checkpoints, which a crash may cost; 0 = only after the last step [>= 0]
+    trace_step = 0  # trace this step and the one before for chrome://tracing: out_dir/trace_rank*.json; 0 = off [>= 0]
+    trace_memory = False  # GPU: what holds memory at trace_step, or when it runs out: out_dir/memory_rank0.pickle, ...
+    checkpoint_interval = 1000  # steps between checkpoints, all a crash can lose; 0 = only after the last step [>= 0]
     keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all [>= 0]
     permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none [>= 0]
-    save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without it
-    async_checkpoint = False  # train on while a checkpoint is written: for large models; needs host memory
+    save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: stop, or train on without it
+    async_checkpoint = False  # keep training while a checkpoint is written: for large models; needs host memory
     dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs, disk, epochs and time, then stop
     gpu: str | None = None  # dry_run: plan for this card, H100, H200 or A100; the data may be on another machine
     gpus: int | None = None  # dry_run: plan for this many ranks; None = those that are started [>= 1]
@@ -72,33 +72,33 @@ class Keys:
     head_dim: int | None = None  # None = n_embd / n_head [>= 1]
     n_embd = 768  # width of the residual stream [>= 1]
     mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64 [>= 1]
-    n_experts = 0  # mixture of experts (llama, qwen3): MLPs per block, of which a token meets a few; 0 = off [>= 0]
-    experts_per_token = 2  # experts that compute each token; the router chooses them [>= 1]
+    n_experts = 0  # mixture of experts (llama, qwen3): experts per block; 0 = a dense model [>= 0]
+    experts_per_token = 2  # experts per token, chosen by the router [>= 1]
     expert_hidden_dim: int | None = None  # width of an expert; None = mlp_hidden_dim / experts_per_token [>= 1]
     router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off (init_from: unless it is given) [>= 0]
     router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps the logits small (OLMoE: 0.001) [>= 0]
     router_bias = 0.0  # balance by a bias per expert, which moves by this per step; 0 = off (DeepSeek-V3: 0.001) [>= 0]
     vocab_size: int | None = None  # None = the dataset's; the embedding is padded to a multiple of 64 [>= 1]
-    dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times [>= 0, < 1]
+    dropout = 0.0  # 0 for pretraining; 0.1 or more if the data is seen many times [>= 0, < 1]
     bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
     tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
     rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's [> 0]
     yarn = []  # init_from: extend its block_size by this factor (YaRN); 4,1024 also states the block_size before [>= 1]
     attention_gate = False  # qwen3: sigmoid gate on the attention output
-    window_pattern: str | None = None  # layers in turn: S sees window_size tokens, L all before it: SSSL; None = all L
-    window_size: int | None = None  # tokens that a layer S sees, itself among them; window_pattern says which [>= 1]
+    window_pattern: str | None = None  # repeated over layers: S sees window_size tokens, L all, as SSSL; None = all L
+    window_size: int | None = None  # tokens that an S layer of window_pattern sees, the current one included [>= 1]
     logit_softcap: float | None = None  # logits become cap * tanh(logits / cap): Gemma 2's is 30; None = off [> 0]
     parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
     base_width: int | None = None  # mup, completep: n_embd of the model on which the learning rate was tuned [>= 1]
     base_depth: int | None = None  # completep: its n_layer [>= 1]
     freeze: str | None = None  # init_from: do not train parameters whose names match this regular expression
     # lora [result]
-    lora_rank = 0  # init_from: freeze it, train two matrices of this rank beside each weight (LoRA); 0 = off [>= 0]
-    lora_alpha = 16.0  # what LoRA adds is scaled by lora_alpha / lora_rank [> 0]
+    lora_rank = 0  # init_from: freeze it and train an update of this rank to each weight (LoRA); 0 = off [>= 0]
+    lora_alpha = 16.0  # the update is scaled by lora_alpha / lora_rank [> 0]
     lora_targets = 'all'  # 'all' linear layers of the blocks, ends of their names ('q_proj,v_proj'), 'all,experts'
-    lora_dropout = 0.0  # on the input of the two matrices; 0.05 or 0.1 where the data is seen many times [>= 0, < 1]
+    lora_dropout = 0.0  # on the input of LoRA's matrices; 0.05 or 0.1 if the data is seen many times [>= 0, < 1]
     lora_rslora = False  # scale by lora_alpha / sqrt(lora_rank) instead, for ranks of 64 or more
-    modules_to_save = []  # modules that LoRA runs train in full, by ends of their names: 'embed_tokens,norm'
+    modules_to_save = []  # modules that a LoRA run trains in full, by the ends of their names: 'embed_tokens,norm'
     frozen_dtype: Literal['float32', 'bfloat16', 'nf4'] | None = None  # of frozen weights; None = as init_from
     # optimizer [result]
     optimizer: Literal[
@@ -135,15 +135,15 @@ class Keys:
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
     matmul_dtype: Literal['float8'] | None = None  # of the blocks' matmuls; None = dtype [result, per job]
-    tf32 = False  # float32 on a GPU: matmuls are faster, with inputs rounded to 10 bits (TensorFloat-32)
+    tf32 = False  # float32 on a GPU: faster matmuls with inputs rounded to 10 bits (TensorFloat-32)
     compile: bool | None = None  # torch.compile each block; None = on CUDA
     seed = 1337  # of the initial weights, the order of the data and dropout [result, >= 0, < 4294967296]
     deterministic = False  # repeated runs are bit-equal, at a cost in speed
     activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: see docs/memory.md
-    timeout_s = 600  # a collective that takes longer is an error; before that, the log names the stuck rank [>= 1]
+    timeout_s = 600  # a collective that takes longer is an error, and the log names the rank that is stuck [>= 1]
     stop_before_end_s = 300  # in a Slurm job: save and exit this many seconds before its time limit; 0 = never [>= 0]
-    max_failures = 5  # refuse to start from the same step more than this many times in a row; 0 = never refuse [>= 0]
-    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on any rank, at most this many in a row [>= 0]
+    max_failures = 5  # failed starts from the same step before a run refuses to start again; 0 = no limit [>= 0]
+    max_bad_steps = 10  # steps in a row that may be skipped because loss or gradient is not finite [>= 0]
     loss_spike_guard = False  # also skip steps whose loss is 6 sigma above the mean of the last 128 [result, per job]
 
 
@@ -161,8 +161,8 @@ class BestKeys:
     """Keys of scripts in which all ranks agree on one val_loss. In a pool each job has its own."""
 
     # I/O [per job]
-    keep_best = False  # also save and keep the checkpoint with the lowest val_loss so far, for --step=best
-    patience = 0  # end after this many evaluations in a row without a lower val_loss, and keep_best; 0 = never [>= 0]
+    keep_best = False  # also keep the checkpoint with the lowest val_loss so far, for --step=best
+    patience = 0  # evaluations without a lower val_loss after which the run ends; implies keep_best; 0 = off [>= 0]
 
 
 class ShardingKeys:
@@ -170,11 +170,11 @@ class ShardingKeys:
 
     # fsdp [per job]
     fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
-    zero_stage = 3  # 1 (manual only) shards moments, 2 +gradients, 3 +weights; lower = whole for longer [>= 1, <= 3]
-    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # on the host, not the GPU: moments, or all state
-    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # sum gradients with less communication, or less memory
-    blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages [>= 1]
-    prefetch = 1  # manual: units gathered ahead of the one at work; 0 = communication and computation take turns [>= 0]
+    zero_stage = 3  # 1 (manual only) shards moments, 2 +gradients, 3 +weights; lower = gathered for longer [>= 1, <= 3]
+    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # keep moments or all state in host memory
+    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # gradients: less communication, or less memory
+    blocks_per_unit = 1  # blocks gathered together: more = fewer, larger messages [>= 1]
+    prefetch = 1  # manual: units gathered ahead of the current one; 0 = no overlap [>= 0]
 
 
 class OuterKeys:
@@ -182,14 +182,14 @@ class OuterKeys:
 
     # diloco [result]
     num_replicas: int | None = None  # copies of the model that train alone; None = one per node [>= 1]
-    inner_steps = 100  # H: steps that replicas train between exchanges: more for slow links, fewer for the loss [>= 1]
+    inner_steps = 100  # H, steps between exchanges: more for slow links, fewer for a lower loss [>= 1]
     outer_lr = 0.7  # of the outer Nesterov step; 1 with outer_momentum=0 averages the parameters [> 0]
     outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds [>= 0, < 1]
     exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4'] = 'float32'  # of what replicas send
     error_feedback = False  # keep rounding errors (4 bytes per parameter) and send them next time
     # diloco [per job]
     outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params the exchange, too
-    plan = False  # measure steps and link, print what other inner_steps and exchange_dtypes would cost, and train
+    plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
 
 
 # The choices of two keys, which optim.py implements.
