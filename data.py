@@ -9,7 +9,7 @@ Sample i of a run is one window of one dataset. It depends on (seed, i, shares) 
 
     sample i  ->  sample n of a source, in the order in which sources take turns (dataset/mixture.py)
               ->  window w of that source, by a shuffle of n (dataset/shuffle.py)
-              ->  its tokens (dataset/windows.py)
+              ->  its tokens (dataset/windows.py, packed.py)
 
 So there is no loader state to save, because the step in a checkpoint says where to go on. Every source has epochs of
 its own, each in a new order.
@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from dataset.mixture import MAX_EPOCHS, SourceOrder, names_in, parse_stages
+from dataset.opening import TOKEN_BYTES, Absent, has_split, is_absent, open_dataset, read_meta
 from dataset.shards import read_shard
 from dataset.shuffle import permuted
-from dataset.windows import TOKEN_BYTES, Absent, has_split, is_absent, open_dataset, read_meta
 from system.errors import one_line
 
 BATCHES_AHEAD = 8  # batches made ahead while the model computes

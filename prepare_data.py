@@ -85,8 +85,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from dataset.opening import TOKEN_BYTES
 from dataset.shards import ShardWriter, read_meta, verify
-from dataset.windows import TOKEN_BYTES
 from evaluation.known_tasks import make_tasks
 from system import errors
 from system.files import check_form, read_json, write_file

@@ -95,7 +95,7 @@ def bits_by_position(out_dir, data_dir, windows=80, **changes):
     import torch
 
     from data import bytes_per_target
-    from dataset.windows import open_dataset
+    from dataset.opening import open_dataset
     from evaluation.scoring import score_tokens
     from model import GPT, ModelConfig
     from runtime import checkpoint

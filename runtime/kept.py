@@ -13,8 +13,8 @@ import shutil
 from pathlib import Path
 
 import data
+from dataset.opening import TOKEN_BYTES, fingerprints_of
 from dataset.shards import read_meta
-from dataset.windows import TOKEN_BYTES, fingerprints_of
 from system.files import refuse_link_out, write_file
 from text.conversations import templates_of
 from text.templates import write_settings, write_templates

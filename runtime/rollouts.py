@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dataset.packed import pack
 from dataset.shuffle import permuted
-from dataset.windows import pack
 from evaluation import generating, in_run, sampling
 from evaluation.reward import RewardError, is_function, open_reward
 from evaluation.tasks import line_of_room, prompts_of, read_task

@@ -26,7 +26,7 @@ from launch import REPO, environment
 from prepared import eval_batches, only
 
 import data
-from dataset import shards
+from dataset import packed, shards
 from dataset import windows as on_disk
 from dataset.shuffle import permuted
 from runtime.fill import line_of_padding
@@ -872,7 +872,7 @@ def test_targets_are_counted_exactly_ahead_of_the_steps(tmp_path):
 def test_to_count_the_targets_of_a_step_no_token_is_read(tmp_path, monkeypatch):
     make_chats(tmp_path / 'chats', chats_of([20] * 500))
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
-    monkeypatch.delattr(on_disk.PackedDataset, 'read')
+    monkeypatch.delattr(packed.PackedDataset, 'read')
     assert only(dataset).count_targets(7, 0, 512) > 0
 
 
@@ -901,7 +901,7 @@ def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_sa
     make_chats(tmp_path / 'long', chats[3:4])
     with pytest.raises(ValueError, match='1 of 1 chats .*1 dropped.* 80: .*block_size') as error:
         data.open_dataset(tmp_path, 'long', 'train', 32)
-    assert '\n' not in str(error.value) and error.traceback[-1].path.name == 'windows.py'
+    assert '\n' not in str(error.value) and error.traceback[-1].path.name == 'packed.py'
 
 
 def test_the_first_token_of_a_chat_is_no_target_even_if_its_mask_says_learned(tmp_path):
@@ -934,9 +934,9 @@ def test_a_million_chats_are_packed_with_little_padding_in_time_that_grows_no_fa
     for name, sizes in shapes.items():
         sizes = np.clip(sizes.astype(np.int64), 1, 2048)
         began = time.process_time()
-        on_disk.pack(sizes[: len(sizes) // 10], 2048)
+        packed.pack(sizes[: len(sizes) // 10], 2048)
         of_a_tenth = time.process_time() - began
-        items, bins = on_disk.pack(sizes, 2048)
+        items, bins = packed.pack(sizes, 2048)
         assert time.process_time() - began < 50 * of_a_tenth + 1  # 100 times if it compared each with each
         assert np.array_equal(np.sort(items), np.arange(len(sizes)))
         filled = np.bincount(bins, weights=sizes[items])
@@ -1013,7 +1013,7 @@ def test_a_damaged_or_missing_mask_is_refused_by_name(tmp_path):
         path.write_bytes(wrong)
         with pytest.raises(ValueError, match=rf'train_000001.mask: .* {len(wrong)} bytes.* {total - 100} ') as e:
             data.open_dataset(tmp_path, 'chats', 'train', 64)
-        assert '\n' not in str(e.value) and e.traceback[-1].path.name == 'windows.py'
+        assert '\n' not in str(e.value) and e.traceback[-1].path.name == 'packed.py'
     for shard in (0, 1):
         path = path.with_name(f'train_{shard:06}.mask')
         path.write_bytes(bytes(path.stat().st_size if shard == 0 else total - 100))

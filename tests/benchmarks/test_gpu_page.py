@@ -13,7 +13,7 @@ from launch import REPO, run_script
 
 from benchmarks import gpu
 from benchmarks.gpu import Bench, Check
-from dataset.windows import open_dataset
+from dataset.opening import open_dataset
 
 
 def code(name, program, needs=None, read=lambda text, output: {'said': text.strip()}):

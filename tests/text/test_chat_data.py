@@ -32,7 +32,7 @@ from launch import REPO, environment
 from prepared import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at, tokens_of
 from tokenizers import AddedToken, Tokenizer
 
-from dataset import windows
+from dataset.opening import open_dataset
 from dataset.shards import AS_END
 from evaluation import tasks
 from text import chat_rows, conversations, sources
@@ -211,7 +211,7 @@ def test_answers_that_only_end_in_another_way_when_they_come_last_are_learned_in
     result = prepare(tmp_path, f'--dataset={path}', '--val_fraction=0', f'--tokenizer={folder}')
     assert 'an example of its own' not in result.stdout
     assert '(every answer learns to end with <|end|>, as' in result.stdout
-    dataset = windows.open_dataset(tmp_path / 'data', 'rows-olmo', 'train', 128)
+    dataset = open_dataset(tmp_path / 'data', 'rows-olmo', 'train', 128)
     assert dataset.n_tokens == tokens
     targets = dataset.read(range(dataset.n_windows))[1]
     assert (targets == files.eot).sum() == 9 * 5 and not (targets == files.tokenizer.token_to_id('<|im_end|>')).any()
