@@ -368,12 +368,10 @@ def plain_text(row, kind, text_field):
         return f'{row["title"]}: {row["body"]}' if has_both else None
     if text_field:
         text = row.get(text_field) if isinstance(row, dict) else None
-    elif isinstance(row, dict) and 'text' in row and kind != 'yaml':
-        text = row['text']
+    elif kind == 'yaml':
+        text = plain_strings(row)
     else:
-        text = (
-            None if kind in ('csv', 'columns') or not isinstance(row, dict) and kind == 'jsonl' else plain_strings(row)
-        )
+        text = row.get('text') if isinstance(row, dict) else row if kind == 'json' else None
     return text if isinstance(text, str) and text else None
 
 
@@ -434,12 +432,8 @@ def check_files(draw, folder):
             text = chat_rows.conversation_of(row) if source.chat else plain_text(row, kind, content.text_field)
         except ValueError:
             text = None
-        if (
-            (kind != 'yaml' or len(data) > sources.FIRST_BYTES)
-            and not (source.chat or content.text_field)
-            and is_chat(row)
-            and 'text' not in row
-        ):
+        is_late = kind == 'yaml' and len(data) > sources.FIRST_BYTES
+        if is_late and not (source.chat or content.text_field) and is_chat(row):
             text = None  # it is among texts
         if kind == 'csv' and text is not None and re.search('[\udc80-\udcff]', text):  # no UTF-8
             text = None
