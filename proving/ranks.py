@@ -4,6 +4,7 @@ Forked ranks: a process that has imported torch once serves many layouts, each i
     results = run_ranks(4, function)     # [function(rank) on rank 0, 1, ...]; raises RankFailed with the first error
 """
 
+import gc
 import os
 import signal
 import socket
@@ -63,6 +64,7 @@ def be_a_rank(rank, function, folder, log):
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    gc.freeze()  # what was forked is no garbage: looking through it would take longer than a small step
     torch.set_num_threads(1)  # OpenMP would wait for the threads with which the parent has computed: a fork has none
     code = 1
     try:

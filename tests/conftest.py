@@ -17,7 +17,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The files that take longest come first; otherwise one worker would still run them when the others have ended.
 LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco', 'test_frozen']
-LONGEST += ['test_prove']
+LONGEST += ['test_lessons', 'test_prove']
 LONGEST += ['test_finetune_runs', 'test_finetune', 'test_expert_manual', 'test_on_cuda', 'test_layouts', 'test_native']
 LONGEST += ['test_fsdp_manual', 'test_signals', 'test_prepare_data', 'test_tensor_manual', 'test_lora', 'test_in_run']
 LONGEST += ['test_elastic', 'test_slow_link', 'test_memory', 'test_checkpoint', 'test_optim', 'test_train']

@@ -24,21 +24,13 @@ settings=(
 # nothing and show nothing.
 f=tests/test_fsdp_manual.py::test_
 numerics=(
-    tests/test_context_manual.py::test_losses_gradients_and_norms_are_those_of_one_process
-    tests/test_context_manual.py::test_in_float64_loss_gradients_and_attention_are_exact
-    tests/test_context_manual.py::test_every_transformers_class_with_our_attention_can_share_sequences
-    tests/test_tensor_manual.py::test_losses_gradients_and_norms_are_those_of_one_process
-    tests/test_tensor_manual.py::test_in_float64_losses_and_gradients_are_exact
+    tests/proving/test_lessons.py
     tests/test_tensor_manual.py::test_scores_of_tasks_are_those_of_one_process
     tests/test_tensor_manual.py::test_a_checkpoint_is_the_same_for_every_layout
-    tests/test_expert_manual.py::test_losses_norms_and_gradients_are_those_of_one_process
     tests/test_expert_manual.py::test_replicas_of_shared_experts_are_those_of_one_rank_each
-    tests/test_expert_manual.py::test_in_float64_outputs_losses_and_gradients_are_exact
+    tests/test_expert_manual.py::test_in_float64_outputs_and_gradients_are_exact
     tests/test_moe.py
-    tests/test_pipeline.py::test_a_step_has_the_loss_the_gradients_and_the_norm_of_one_process
-    tests/test_pipeline.py::test_gradients_and_order_are_those_of_torchs_own_schedules
     tests/test_layouts.py::test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process
-    "${f}the_numbers_are_those_of_fully_shard_and_of_one_process"
     "${f}parameters_that_are_unused_in_some_steps_or_on_some_ranks"
     "${f}blocks_of_one_weight"
     tests/test_diloco.py::test_every_step_is_that_of_the_loop_in_one_process

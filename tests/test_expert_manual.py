@@ -1,19 +1,16 @@
-"""expert_manual.py against one process: equal losses, gradients and checkpoints, and the bytes that its text promises.
+"""expert_manual.py against one process: experts that share rows, replicas of several ranks, and the bytes that its text
+promises. proving/test_lessons.py has losses and gradients of all layouts.
 
-The layouts are run by train_parallel.py and train_diloco.py as they are, all from the same weights. Their logged
-numbers and the whole gradients of each step are compared with those of train_ddp.py in one process: both are measured
-by how far they are from a run in float64.
+Replicas are run by train_diloco.py as it is, all from the same weights. Their logged numbers and the whole gradients of
+each step are measured by how far they are from a run in float64.
 """
 
 import itertools
-import json
 import re
-import shutil
 import types
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,145 +18,26 @@ from experts import first_weights, model_of
 from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many
 from layouts import layout_of
 from outputs import as_of_step, checkpoint_of, column, tensors_of
-from precision import MARGIN, TIMES, all_times_further, error, in_float64, times_further
+from precision import MARGIN, TIMES, all_times_further, error, times_further
 from short import slow_but
 
 import expert_manual
 import offload
-from dataset import shards
-from dataset.shuffle import permuted
-from keys import Keys
 from layout import Ranks, Share
 from model import Experts
 from runtime import meter
 
-STEPS, BATCH, T, VOCABULARY = 8, 16, 32, 257
+BATCH, T, VOCABULARY = 16, 32, 257
 MODEL = ['--arch=qwen3', '--n_layer=2', '--n_kv_head=1', '--n_experts=8', '--router_aux=1', '--router_z=0.01']
-RUN = [*TINY_MODEL, *TINY_RUN, *MODEL, f'--global_batch_size={BATCH}', '--dtype=float32', f'--max_iters={STEPS}']
+RUN = [*TINY_MODEL, *TINY_RUN, *MODEL, f'--global_batch_size={BATCH}', '--dtype=float32']
 RUN += ['--eval_interval=0', '--learning_rate=1e-3', '--keep_checkpoints=0']  # so slow that no choice comes near a tie
 
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-MANUAL, FULL = '--fsdp_impl=manual', '--activation_checkpointing=full'
-SELECTIVE, OFFLOAD = '--activation_checkpointing=selective', '--activation_checkpointing=offload'
-LAYOUTS = {  # experts x data: (ranks, how many of them have different tokens, keys)
-    '1x2': (2, 2, []),
-    '2x1': (2, 2, ['--expert_parallel=2']),
-    '1x4': (4, 4, []),
-    '2x2': (4, 4, ['--expert_parallel=2']),
-    '4x1': (4, 4, ['--expert_parallel=4']),
-    'cp': (4, 2, ['--expert_parallel=2', '--context_parallel=2']),
-    'hsdp': (4, 4, ['--expert_parallel=2', '--replicate_size=2']),
-}
-WAYS = {  # (micro-steps, keys)
-    'torch': (1, []),
-    'torch, full': (4, [FULL, '--zero_stage=2']),
-    'torch, offload': (4, [OFFLOAD, '--accumulate=sharded']),
-    'manual': (4, [MANUAL]),
-    'manual, full': (1, [MANUAL, FULL, '--prefetch=0']),
-    'manual, selective': (4, [MANUAL, SELECTIVE, '--zero_stage=2', '--accumulate=sharded']),
-    'manual, offload': (1, [MANUAL, OFFLOAD, '--zero_stage=1', '--blocks_per_unit=2']),
-}
-# Each layout with both implementations, one with one micro-step and one with several; two layouts in all ways.
-BOTH = ('torch', 'manual, selective')
-CASES = [(layout, way, 'tiny') for layout in LAYOUTS for way in (WAYS if layout in ('2x1', '2x2') else BOTH)]
-# Datasets whose tokens all go to the first half of the experts, so that some ranks compute nothing, or to one half
-# after the other.
-CASES += [(layout, way, 'half') for layout in ('2x1', '4x1', 'hsdp') for way in ('torch', 'manual, full')]
-CASES += [('2x1', way, 'turns') for way in ('torch, full', 'torch, offload', 'manual', 'manual, selective')]
-SHORT = [('2x2', 'torch', 'tiny'), ('2x2', 'manual, full', 'tiny'), ('2x1', 'manual, selective', 'turns')]
+MANUAL, SELECTIVE = '--fsdp_impl=manual', '--activation_checkpointing=selective'
 
 
-def make_model(compute_dtype=torch.float32, **changes):
+def make_model(**changes):
     """The model of these runs, on the meta device."""
-    return model_of(RUN, compute_dtype, **changes)
-
-
-def make_dataset(data_dir, name, kind_of):
-    """Write a dataset. kind_of(number of a sample in its step) says if its tokens are 'low', 'high' or 'both'."""
-    shutil.copytree(data_dir / 'tiny', data_dir / name)
-    shard = next((data_dir / name).glob('train_*.bin'))
-    n, random = (len(shards.read_shard(shard)) - 1) // T, np.random.default_rng(1)
-    below = {'low': (0, 128), 'high': (128, VOCABULARY), 'both': (0, VOCABULARY)}
-    tokens = np.zeros(n * T + 1, dtype=np.int64)
-    for sample, window in enumerate(permuted(np.arange(STEPS * BATCH), n, Keys.seed)):
-        tokens[window * T : (window + 1) * T] = random.integers(*below[kind_of(sample % BATCH)], T)
-    shards.write_shard(shard, tokens, np.uint16)
-    meta = json.loads((data_dir / name / 'meta.json').read_text())
-    meta['splits']['train']['shards'] = [{'file': shard.name, 'tokens': len(tokens)}]
-    (data_dir / name / 'meta.json').write_text(json.dumps(meta))
-
-
-@pytest.fixture(scope='module')
-def data(data_dir, tmp_path_factory):
-    """A data_dir with tiny, half and turns."""
-    folder = tmp_path_factory.mktemp('experts') / 'data'
-    shutil.copytree(data_dir / 'tiny', folder / 'tiny')
-    make_dataset(folder, 'half', lambda sample: 'low')
-    # The tokens of 2 ranks in 4 micro-steps go to the first half, to the second, to both, and to the first.
-    make_dataset(folder, 'turns', lambda sample: ('low', 'high', 'both', 'low')[sample % 8 // 2])
-    return folder
-
-
-@pytest.fixture(scope='module')
-def runs(data, tmp_path_factory, has_slow_tests):
-    """A folder with a run for each case, and what rank 0 of each has held."""
-    folder, by_ranks, held = tmp_path_factory.mktemp('runs'), {}, {}
-    cases = [case for case in CASES if has_slow_tests or case in SHORT]
-    for dataset in {dataset for *_, dataset in cases}:
-        torch.save(first_weights(RUN, halves=dataset != 'tiny'), folder / f'{dataset}.start')
-
-    def add(ranks, name, script, dataset, *keys, **options):
-        keys = [*RUN, *keys, f'--dataset={dataset}', f'--data_dir={data}', f'--out_dir={folder / name}']
-        files = {'start': str(folder / f'{dataset}.start'), 'gradients': str(folder / f'{name}.gradients')}
-        case = {'name': name, 'script': script, 'arguments': keys, **files, **options}
-        by_ranks.setdefault(ranks, []).append(case)
-
-    for dataset in sorted({dataset for *_, dataset in cases}):
-        add(1, f'one, {dataset}', 'train_ddp.py', dataset, f'--batch_size={BATCH}')
-        add(1, f'float64, {dataset}', 'train_ddp.py', dataset, f'--batch_size={BATCH}', float64=True)
-    for layout, way, dataset in cases:
-        (ranks, batches, of_layout), (micro_steps, of_way) = LAYOUTS[layout], WAYS[way]
-        keys = [*of_layout, *of_way, f'--batch_size={BATCH // batches // micro_steps}']
-        add(ranks, f'{layout}, {way}, {dataset}', 'train_parallel.py', dataset, *keys)
-    for ranks, of_ranks in by_ranks.items():
-        held |= run_many(of_ranks, ranks, folder)
-    return folder, held
-
-
-def name_of(*case):
-    return ', '.join(case)
-
-
-def factors_of(folder, *names, first=0, end=STEPS):
-    """{what: how many times as far from the third run, in float64, the first one is as the second one}.
-
-    names: the three runs. Compared are losses and norms of the steps behind `first`, the gradients of each of these
-    steps as one vector, and for the first step of a run also every gradient by itself. end: the runs' last step.
-    """
-    factors, steps = {}, end - first
-    for key in ('loss', 'grad_norm'):
-        columns = [torch.tensor(column(folder / name, key)[-steps:], dtype=torch.float64) for name in names]
-        assert len(columns[0]) == steps
-        factors[key] = times_further(*columns)
-    gradients = [torch.load(folder / f'{name}.gradients')[-steps:] for name in names]
-    for step, found in enumerate(zip(*gradients, strict=True), first):
-        if step == 0:
-            factors |= all_times_further(*found)
-        flat = [torch.cat([of_run[name].flatten() for name in found[0]]) for of_run in found]
-        factors[f'gradients of step {step + 1}'] = times_further(*flat)
-    return factors
-
-
-@pytest.mark.parametrize(('layout', 'way', 'dataset'), slow_but([name_of(*case) for case in SHORT], CASES, name_of))
-def test_losses_norms_and_gradients_are_those_of_one_process(runs, layout, way, dataset):
-    folder, held = runs
-    names = [name_of(layout, way, dataset), f'one, {dataset}', f'float64, {dataset}']
-    assert held[names[2]]['gap'] > MARGIN
-    losses = column(folder / names[1], 'loss')
-    assert losses[0] - losses[-1] > 0.05 or dataset != 'tiny'  # tokens of the others are random
-    for what, factor in factors_of(folder, *names).items():
-        assert factor <= TIMES, (what, factor)
+    return model_of(RUN, **changes)
 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
@@ -186,14 +64,14 @@ SHORT_INSIDE = ['one, then manual']
 
 
 @pytest.fixture(scope='module')
-def replicas(data, tmp_path_factory, has_slow_tests):
+def replicas(data_dir, tmp_path_factory, has_slow_tests):
     """A folder with the runs of INSIDE and of MOVED, and how close a choice came to a tie in float64."""
     folder = tmp_path_factory.mktemp('replicas')
     start = folder / 'start'
-    torch.save(first_weights(RUN, halves=False), start)
+    torch.save(first_weights(RUN), start)
 
     def case(name, layout):
-        keys = [*REPLICAS, *INSIDE[layout][1], '--dataset=tiny', f'--data_dir={data}', f'--out_dir={folder / name}']
+        keys = [*REPLICAS, *INSIDE[layout][1], '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={folder / name}']
         files = {'start': str(start), 'gradients': str(folder / f'{name}.gradients'), 'float64': layout == 'float64'}
         return {'name': name, 'script': 'train_diloco.py', 'arguments': keys, **files}
 
@@ -235,6 +113,26 @@ def by_kind(out_dir, step):
     return {kind: torch.cat([tensors[key].flatten().double() for key in of]) for kind, of in keys.items() if of}
 
 
+def factors_of(folder, *names, first=0):
+    """{what: how many times as far from the third run, in float64, the first one is as the second one}.
+
+    names: the three runs. Compared are losses and norms of the steps behind `first`, the gradients of each of these
+    steps as one vector, and for the first step of a run also every gradient by itself.
+    """
+    factors, steps = {}, END - first
+    for key in ('loss', 'grad_norm'):
+        columns = [torch.tensor(column(folder / name, key)[-steps:], dtype=torch.float64) for name in names]
+        assert len(columns[0]) == steps
+        factors[key] = times_further(*columns)
+    gradients = [torch.load(folder / f'{name}.gradients')[-steps:] for name in names]
+    for step, found in enumerate(zip(*gradients, strict=True), first):
+        if step == 0:
+            factors |= all_times_further(*found)
+        flat = [torch.cat([of_run[name].flatten() for name in found[0]]) for of_run in found]
+        factors[f'gradients of step {step + 1}'] = times_further(*flat)
+    return factors
+
+
 @pytest.mark.parametrize('name', slow_but(SHORT_INSIDE, ['torch', 'manual', *MOVED]))
 def test_replicas_of_shared_experts_are_those_of_one_rank_each(replicas, name):
     """Losses, norms and gradients; in checkpoints what is exchanged, moments, and in mid-round what each replica has
@@ -242,7 +140,7 @@ def test_replicas_of_shared_experts_are_those_of_one_rank_each(replicas, name):
     replicas, gap = replicas
     assert gap > MARGIN
     runs = name, 'one', 'float64'
-    factors = factors_of(replicas, *runs, first=MIDDLE if name in MOVED else 0, end=END)
+    factors = factors_of(replicas, *runs, first=MIDDLE if name in MOVED else 0)
     for step in (12, 16, 20):  # two rounds; in the middle of the third one; the end
         ours, one, exact = (by_kind(replicas / run, step) for run in runs)
         assert ours.keys() == one.keys() == exact.keys() and len(ours) == (5 if step == 16 else 4)
@@ -256,9 +154,9 @@ def test_replicas_of_shared_experts_are_those_of_one_rank_each(replicas, name):
 # --- what ranks exchange: without FSDP -------------------------------------------------------------------------------
 
 
-def divided(weights, mode, share=None):
-    """A GPT whose experts are divided among all ranks. share: a Share that is told how."""
-    model, world, share = make_model(), dist.group.WORLD.group_name, share or Share()
+def divided(weights, mode):
+    """A GPT whose experts are divided among all ranks."""
+    model, world, share = make_model(), dist.group.WORLD.group_name, Share()
     expert_manual.split(model, Ranks(dist.get_rank(), dist.get_world_size(), world), share)
     model.to_empty(device='cpu').checkpoint_activations(mode)
     load(model, weights, share.slices)
@@ -316,56 +214,6 @@ def errors_of_experts(weights):
     return found
 
 
-def errors_of_models(weights, by_halves):
-    """{what tokens choose: largest error of the loss and of each gradient, in float64}. Checkpointing must change no
-    bit."""
-    world_size, rank, found = dist.get_world_size(), dist.get_rank(), {}
-    generator = torch.Generator().manual_seed(6)
-    low, high, both = (
-        torch.randint(*between, (2 * world_size, T + 1), generator=generator)
-        for between in ((0, 128), (128, VOCABULARY), (0, VOCABULARY))
-    )
-    for name, of, batches in (
-        ('as they like', weights, [both]),
-        ('half of the experts', by_halves, [low]),
-        ('one half after the other', by_halves, [low, high, both]),
-    ):
-        with in_float64():
-            alone = make_model(compute_dtype=torch.float64).to_empty(device='cpu')
-            load(alone, of, {})
-            exact = [sum(run(alone, batches))] + [parameter.grad for parameter in alone.parameters()]
-            found[name], first = 0.0, None
-            for mode in ('none', 'full', 'selective'):
-                share = Share()
-                model = divided(of, mode, share)
-                model.compute_dtype = torch.float64
-                loss = sum(run(model, [batch.chunk(world_size)[rank] for batch in batches]))
-                dist.all_reduce(loss)
-                ours = [loss]
-                for name_of, parameter in model.named_parameters():
-                    if name_of not in share.slices:
-                        dist.all_reduce(parameter.grad)
-                    ours.append(parameter.grad)
-                whole = [exact[0]] + [
-                    share.slices[n].of(gradient) if n in share.slices else gradient
-                    for (n, _), gradient in zip(alone.named_parameters(), exact[1:], strict=True)
-                ]
-                found[name] = max(found[name], *(error(*pair) for pair in zip(ours, whole, strict=True)))
-                first = first or ours
-                assert all(torch.equal(*pair) for pair in zip(ours, first, strict=True)), mode
-    return found
-
-
-def run(model, batches):
-    """The losses of micro-steps; their gradients are added up in the model."""
-    losses = []
-    for tokens in batches:
-        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
 class Sent:
     """Counts the bytes that this rank sends to others, in exchanges of rows and in exchanges of counts."""
 
@@ -391,7 +239,7 @@ def sent_bytes(weights, mode):
         tokens = torch.randint(VOCABULARY, (4, T + 1), generator=torch.Generator().manual_seed(rank))
         dist.barrier()
         before = meter.written(Path('/proc/self/io'))
-        run(model, [tokens])
+        model(tokens[:, :-1], tokens[:, 1:])[0].backward()
         by_linux = meter.written(Path('/proc/self/io')) - before
     layers = len(model.routers)
     rows = torch.stack([chosen.flatten().bincount(minlength=8).view(t, -1).sum(1) for chosen in choices[:layers]])
@@ -420,11 +268,10 @@ def sent_if_balanced(weights):
     return sent.rows, 4 * (t - 1) * N * k * C * 4 // t
 
 
-def run_cases(weights, by_halves):
+def run_cases(weights):
     """{name: what this rank saw}."""
     return {
         'experts': errors_of_experts(weights),
-        'models': errors_of_models(weights, by_halves),
         'sent': {mode: sent_bytes(weights, mode) for mode in ('none', 'selective', 'full')},
         'balanced': sent_if_balanced(weights),
     }
@@ -443,16 +290,15 @@ def seen(world_size):
     """What each rank saw, [{name: ...}, ...]; the ranks run once."""
     if world_size not in RESULTS:
         RESULTS[world_size] = []  # stays empty if the ranks fail, so that they are not started again
-        weights = first_weights(RUN, halves=False), first_weights(RUN, halves=True)
-        RESULTS[world_size] = run_function(world_size, run_cases, *weights)
+        RESULTS[world_size] = run_function(world_size, run_cases, first_weights(RUN))
     return RESULTS[world_size]
 
 
-def test_in_float64_outputs_losses_and_gradients_are_exact(seen):
-    """Also where a rank computes or sends nothing. Activation checkpointing changes no bit."""
+def test_in_float64_outputs_and_gradients_are_exact(seen):
+    """Also where a rank computes or sends nothing."""
     for of_rank in seen:
-        assert len(of_rank['experts']) == 5 and len(of_rank['models']) == 3
-        for name, largest in (of_rank['experts'] | of_rank['models']).items():
+        assert len(of_rank['experts']) == 5
+        for name, largest in of_rank['experts'].items():
             assert largest <= 1e-12, (name, largest)
 
 
@@ -488,7 +334,7 @@ def test_each_rank_begins_with_its_rows_of_the_one_model():
 @pytest.mark.parametrize('mode', ['full', 'selective', 'offload'])
 def test_backward_computes_what_forward_has_chosen(mode):
     """Even if the router would choose otherwise when forward is computed again, as it may on a GPU near a tie."""
-    weights, gradients = first_weights(RUN, halves=False), []
+    weights, gradients = first_weights(RUN), []
     tokens = torch.randint(VOCABULARY, (2, T + 1), generator=torch.Generator().manual_seed(1))
     for changes in (False, True):
         model = make_model(router_bias=0.1).to_empty(device='cpu')
@@ -504,12 +350,12 @@ def test_backward_computes_what_forward_has_chosen(mode):
 
 
 @pytest.mark.slow
-def test_fully_shard_gathers_experts_twice_also_where_forward_is_computed_again(data, tmp_path):
+def test_fully_shard_gathers_experts_twice_also_where_forward_is_computed_again(data_dir, tmp_path):
     """Once in forward and once in backward. What a checkpoint computes again there uses what is already gathered."""
 
     def case(mode, steps):
         keys = [*RUN, f'--activation_checkpointing={mode}', '--expert_parallel=2', '--batch_size=4', '--dataset=tiny']
-        keys += [f'--data_dir={data}', f'--out_dir={tmp_path}/{mode}{steps}', f'--max_iters={steps}']
+        keys += [f'--data_dir={data_dir}', f'--out_dir={tmp_path}/{mode}{steps}', f'--max_iters={steps}']
         return {'name': f'{mode} {steps}', 'script': 'train_parallel.py', 'arguments': keys, 'watch': True}
 
     held = run_many([case(mode, steps) for mode in ('none', 'full') for steps in (1, 3)], 4, tmp_path)

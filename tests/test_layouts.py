@@ -54,9 +54,11 @@ STEPS = 2 * len(LAYOUTS)
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--batch_size=1', '--global_batch_size=8', '--dtype=float32']
 RUN += ['--arch=llama', '--n_layer=4', '--n_head=4', '--n_kv_head=2', '--tie_embeddings', f'--lr_decay_iters={STEPS}']
 RUN += ['--eval_interval=5', '--eval_sequences=12', '--checkpoint_interval=1', f'--keep_checkpoints={STEPS}']
+RUN += ['--windows=documents']  # where documents begin is known to evaluations, too
 # A matrix of experts has 8 x 24 x 40 numbers. int8 is for 4096 and more: for the whole matrix, and not for half of it.
 EXPERTS = [*RUN, '--arch=qwen3', '--n_layer=2', '--n_experts=8', '--expert_hidden_dim=24', '--router_aux=1']
-EXPERTS += ['--tie_embeddings=False', '--learning_rate=1e-3']  # with first_weights() no choice comes near a tie
+EXPERTS += ['--windows=stream', '--tie_embeddings=False']
+EXPERTS += ['--learning_rate=1e-3']  # with first_weights() no choice comes near a tie
 FAMILIES = {'dense': (ALL, RUN), 'experts': (MIXTURES, EXPERTS)}
 FAMILIES |= {name: (MIXTURES, [*EXPERTS, f'--optimizer_dtype={name}']) for name in ('bfloat16', 'int8')}
 IN_FP32 = ['dense', 'experts']

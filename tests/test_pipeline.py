@@ -25,22 +25,14 @@ from launch import (
 )
 from outputs import assert_same_rows, assert_same_weights, column, complete, last_step, metrics, tensors_of
 from precision import (
-    FLOOR,
-    FLOOR_IN_HALF,
-    TIMES,
-    all_times_further,
     apart,
-    assert_same_run,
     error,
-    in_float64,
-    times_further,
 )
-from short import slow_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import optim
 import pipeline_manual
 import tensor_manual
 from layout import WHOLE, Layout, Ranks, Share
@@ -118,7 +110,7 @@ def test_the_pictures_are_the_timetable():
         assert '\n'.join(picture(*layout)) in chapter, layout
 
 
-# --- gradients: what the ranks run ------------------------------------------------------------------------------------
+# --- what ranks keep and send -----------------------------------------------------------------------------------------
 
 # 5 blocks do not divide by any number of stages, so parts have 1, 2 or 3. A vocabulary of 97 is padded to 128.
 SMALL = dict(n_layer=5, n_head=2, n_embd=24, mlp_hidden_dim=40, vocab_size=97, block_size=16)
@@ -191,71 +183,31 @@ def batches_of(copy, micro_steps, documents, vocab_size=97, B=2, T=16):
     return batches
 
 
-def targets_in(batches):
-    return sum((batch[1] >= 0).sum().item() for batch in batches)
-
-
 def mesh_of(stages, tensor=1):
     copies = dist.get_world_size() // stages // tensor
     return init_device_mesh('cpu', (stages, copies, tensor), mesh_dim_names=('stage', 'replicate', 'tensor'))
 
 
-def one_step(stage, pipeline, timetable, batches, loss_factor):
-    """Do what train_pipeline.py does in a step. Returns the sum of the losses, and how many micro-steps were at most on
-    their way."""
-    loss, kept = 0.0, 0
+def one_step(stage, pipeline, timetable, batches):
+    """Do what train_pipeline.py does in a step. Returns how many micro-steps were at most on their way."""
+    kept = 0
     with pipeline.weights_cast():
         for actions in timetable:
             action = actions[stage]
             if action and action.kind == 'forward':
-                loss += float(pipeline.forward(action, *batches[action.micro_step]))
+                pipeline.forward(action, *batches[action.micro_step])
             elif action:
-                pipeline.backward(action, loss_factor)
+                pipeline.backward(action, torch.tensor(1e-3))
             kept = max(kept, len(pipeline.kept))
             pipeline.send_and_receive(actions)
     pipeline.sum_gradients()
-    return loss, kept
+    return kept
 
 
 def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=False, checkpointing='none', tensor=1):
-    """
-    One step of a pipeline on these ranks, beside one of the whole model on this rank alone.
-
-    'loss', 'norm', 'gradients' and 'clipped': how many times as far from float64 as this rank alone, for the worst
-    tensor.
-    """
+    """One step of a pipeline on these ranks: micro-steps that were on their way, and bytes that were sent."""
     dtype, copies = getattr(torch, dtype), dist.get_world_size() // stages // tensor
     config = ModelConfig(**{**SMALL, **model})
-    batches = [batches_of(copy, micro_steps, documents) for copy in range(copies)]
-    factor = torch.tensor(1 / targets_in(sum(batches, [])))
-
-    def reference(alone):
-        losses = 0.0
-        for batch in sum(batches, []):
-            loss_sum, ce_sum = alone(*batch)
-            (loss_sum * factor).backward()
-            losses += ce_sum.item()
-        gradients = {name: parameter.grad.clone() for name, parameter in alone.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        return losses, norm, gradients, {name: parameter.grad for name, parameter in alone.named_parameters()}
-
-    alone = filled(GPT(config, dtype))
-    with in_float64():
-        double = GPT(config, torch.float64)
-        double.load_state_dict(alone.state_dict())
-        exact = reference(double)
-    of_one_process = reference(alone)
-
-    floor = FLOOR if dtype == torch.float32 else FLOOR_IN_HALF
-
-    def worst(found, of_one_process, exact):
-        """The worst factor for a number, or for this rank's tensors, which may be slices of whole ones."""
-        if not isinstance(found, dict):
-            return times_further(found, of_one_process, exact, floor)
-        parts = {name: share.slices[name].of if tensor > 1 else torch.as_tensor for name in found}
-        others = [{name: of(tensors[name]) for name, of in parts.items()} for tensors in (of_one_process, exact)]
-        return max(all_times_further(found, *others).values())
-
     mesh = mesh_of(stages, tensor)
     stage, copy, _ = mesh.get_coordinate()
     with torch.device('meta'):
@@ -268,14 +220,9 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     pipeline = pipeline_manual.Pipeline(filled(module, share), mesh, batch_size=2)
     timetable = pipeline_manual.timetable(stages, chunks, micro_steps)
     with Sent() as sent:
-        loss, kept = one_step(stage, pipeline, timetable, batches[copy], factor)
+        kept = one_step(stage, pipeline, timetable, batches_of(copy, micro_steps, documents))
         if split:
             split.sum_partial_gradients()
-    total = torch.tensor(loss / tensor, dtype=torch.float64)
-    dist.all_reduce(total)
-    gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-    norm_groups = [*pipeline.norm_groups(), *(split.norm_groups() if split else ())]
-    norm = optim.clip_grad_norm_(module.parameters(), 0.1, *norm_groups)
     keys = {**config.to_dict(), 'batch_size': 2, 'global_batch_size': 2 * micro_steps * copies, 'dtype': str(dtype)[6:]}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks, 'tensor_parallel': tensor}
     keys |= {'activation_checkpointing': checkpointing}
@@ -283,22 +230,9 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     layout = Layout.of(keys, 'pipeline', dist.get_world_size())
     predicted = traffic.sent(memory.Plan.of(keys, sizes.empty_model(keys), layout, stage))
     of_ring = max(copies, tensor)  # of 2, or there is none
-    clipped = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {
         'stage': stage,
-        'names': set(gradients),
-        **{
-            key: worst(found, theirs, truth)
-            for key, found, theirs, truth in zip(
-                ('loss', 'norm', 'gradients', 'clipped'),
-                (total, norm, gradients, clipped),
-                of_one_process,
-                exact,
-                strict=True,
-            )
-        },
         'kept': kept,
-        'order': [actions[stage] for actions in timetable if actions[stage]],
         'sent': {
             'point-to-point': sent.point_to_point,
             'all-reduce': sent.all_reduce * 2 * (of_ring - 1) / of_ring,
@@ -308,70 +242,18 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     }
 
 
-class OfLibrary(nn.Module):
-    """A part of the model as torch.distributed.pipelining wants it. The last one ends before the head and the loss."""
-
-    def __init__(self, stage, part):
-        super().__init__()
-        self.stage, self.part = stage, part
-
-    def forward(self, x):
-        if self.part < self.stage.last:
-            return self.stage(self.part, x)
-        if self.part == 0 or not self.stage.rotary:
-            raise AssertionError('a model with RoPE, and more than one part')
-        self.stage.rotary.prepare(x.device)
-        for number in self.stage.of(self.part):
-            x = self.stage.blocks[str(number)](x)
-        return self.stage.final_norm(x)
-
-
-def run_library(stages, chunks, micro_steps):
-    """(the largest error of a gradient beside torch's schedule, that schedule's order of actions, and the order
-    here)."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-
-    config = ModelConfig(**{**SMALL, 'arch': 'llama'})
-    mesh = mesh_of(stages)
-    stage = mesh.get_local_rank('stage')
-    batches = batches_of(0, micro_steps, documents=False)
-    factor = torch.tensor(1 / targets_in(batches))
-    found = []
-    for is_ours in (True, False):
-        with torch.device('meta'):
-            whole = GPT(config)
-        module = filled(pipeline_manual.Stage(whole, stage, stages, chunks).to_empty(device='cpu'))
-        if is_ours:
-            pipeline = pipeline_manual.Pipeline(module, mesh, batch_size=2)
-            timetable = pipeline_manual.timetable(stages, chunks, micro_steps)
-            one_step(stage, pipeline, timetable, batches, factor * dist.get_world_size(pipeline.copies) ** -1)
-        else:
-            group = mesh.get_group('stage')
-            parts = [
-                PipelineStage(OfLibrary(module, part), part, stages * chunks, torch.device('cpu'), group=group)
-                for part in range(stage, stages * chunks, stages)
-            ]
-
-            def loss_of(hidden, y):
-                logits = hidden.flatten(0, 1) @ module.head.weight[:97].T  # noqa: B023
-                return nn.functional.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction='sum') * factor
-
-            options = {'n_microbatches': micro_steps, 'loss_fn': loss_of, 'scale_grads': False}
-            schedule = (ScheduleInterleaved1F1B if chunks > 1 else Schedule1F1B)(
-                parts if chunks > 1 else parts[0], **options
-            )
-            x, y = (torch.cat([batch[n] for batch in batches]) for n in (0, 1))
-            schedule.step(*([x] if stage == 0 else []), **({'target': y} if stage == stages - 1 else {}))
-        found.append({name: parameter.grad for name, parameter in module.named_parameters()})
-    ours, theirs = found
-    order = []
-    if chunks > 1:
-        for action in schedule.pipeline_order[stage]:
-            if action is not None:
-                kind = {'FORWARD': 'forward', 'FULL_BACKWARD': 'backward'}[action.computation_type.name]
-                order.append(Action(kind, action.stage_index, action.microbatch_index))
-    ours_order = pipeline_manual.order_of_stage(stage, stages, chunks, micro_steps)
-    return max(error(ours[n], theirs[n]) for n in ours), order, ours_order
+def order_of_library(stages, chunks, micro_steps):
+    """The order of this rank's actions in torch's own schedule."""
+    mesh, device = mesh_of(stages), torch.device('cpu')
+    stage, group = mesh.get_local_rank('stage'), mesh.get_group('stage')
+    parts = [
+        PipelineStage(nn.Identity(), part, stages * chunks, device, group=group)
+        for part in range(stage, stages * chunks, stages)
+    ]
+    schedule = ScheduleInterleaved1F1B(parts, n_microbatches=micro_steps)
+    order = [action for action in schedule.pipeline_order[stage] if action is not None]
+    kinds = {'FORWARD': 'forward', 'FULL_BACKWARD': 'backward'}
+    return stage, [Action(kinds[of.computation_type.name], of.stage_index, of.microbatch_index) for of in order]
 
 
 def run_memory():
@@ -390,7 +272,7 @@ def run_memory():
     others = [*module.parameters(), *(parameter.grad for parameter in module.parameters())]
     timetable = pipeline_manual.timetable(stages, 1, 8)
     with activations.LiveBytes([*others, *sum(batches, ()), module.rotary.cos_sin]) as live:
-        one_step(stage, pipeline, timetable, batches, torch.tensor(1e-3))
+        one_step(stage, pipeline, timetable, batches)
     keys = {**config.to_dict(), 'batch_size': 4, 'global_batch_size': 32, 'dtype': 'float32', 'optimizer': 'adamw'}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': 1, 'device': 'cpu', 'activation_checkpointing': 'none'}
     parts = memory.held(memory.Plan.of(keys, sizes.empty_model(keys), Layout.of(keys, 'pipeline', stages), stage))
@@ -399,25 +281,12 @@ def run_memory():
 
 def run_cases():
     results = {name: run_case(**case) for name, case in CASES.items()}
-    library = {layout: run_library(*layout) for layout in ((4, 1, 6), (2, 2, 4))}
-    return results, library, run_memory()
+    return results, order_of_library(2, 2, 4), run_memory()
 
 
 @pytest.fixture(scope='module')
 def on_4_ranks():
     return run_function(4, run_cases)
-
-
-@pytest.mark.parametrize('name', CASES)
-def test_a_step_has_the_loss_the_gradients_and_the_norm_of_one_process(on_4_ranks, name):
-    ranks = [results[name] for results, _, _ in on_4_ranks]
-    for of_rank in ranks:
-        for key in ('loss', 'norm', 'gradients', 'clipped'):
-            assert of_rank[key] <= TIMES, key
-    config = ModelConfig(**{**SMALL, **CASES[name]['model']})
-    with torch.device('meta'):
-        whole = {parameter for parameter, _ in GPT(config).named_parameters()}
-    assert set().union(*(of_rank['names'] for of_rank in ranks)) == whole
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -439,13 +308,9 @@ def test_as_many_bytes_are_sent_as_the_formula_says(on_4_ranks, name):
             assert size == of_rank['predicted'][kind], kind
 
 
-@pytest.mark.parametrize('layout', [(4, 1, 6), (2, 2, 4)])
-def test_gradients_and_order_are_those_of_torchs_own_schedules(on_4_ranks, layout):
-    for _, library, _ in on_4_ranks:
-        difference, theirs, ours = library[layout]
-        assert difference <= apart()
-        if layout[1] > 1:
-            assert ours == theirs
+def test_the_order_with_chunks_is_that_of_torchs_own_schedule(on_4_ranks):
+    for _, (stage, order), _ in on_4_ranks:
+        assert order == pipeline_manual.order_of_stage(stage, 2, 2, 4)
 
 
 def test_memory_of_activations_is_as_predicted(on_4_ranks):
@@ -457,79 +322,34 @@ def test_memory_of_activations_is_as_predicted(on_4_ranks):
 
 RUN = [*TINY_SYNTHETIC, '--n_layer=4', '--max_iters=20', '--global_batch_size=12', '--keep_checkpoints=1']
 RUN += ['--eval_interval=10', '--grad_clip=0.5', '--eval_sequences=12', '--lr_decay_iters=20']
-LAYOUT = {  # name: (ranks, script, keys); 6 micro-steps on one pipeline, 3 on each of two
-    'one': (1, 'train_ddp.py', []),
-    '2 stages': (2, 'train_pipeline.py', []),
-    '2 stages x 2 chunks': (2, 'train_pipeline.py', ['--pipeline_chunks=2']),
-    '4 stages': (4, 'train_pipeline.py', []),
-    '2 stages x 2 copies': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
-    '2 stages x tp 2': (4, 'train_pipeline.py', ['--tensor_parallel=2']),
-}
-
-SHORT = ['2 stages', '2 stages x 2 copies']  # those that the short suite runs
-
-
-def case(folder, layout, *more, out=None, **options):
-    """A case of run_many: a run of this layout in folder/out."""
-    _, script, keys = LAYOUT[layout]
-    arguments = [*RUN, *keys, *more, f'--out_dir={folder / (out or layout)}']
-    return {'name': f'{layout} {out} {more}', 'script': script, 'arguments': arguments, **options}
 
 
 @pytest.fixture(scope='module')
-def runs(tmp_path_factory, has_slow_tests):
-    """The folder with 20 steps of each layout, and with variants."""
-    folder = tmp_path_factory.mktemp('runs')
-    bf16 = '--dtype=bfloat16'
-    run_many([case(folder, 'one')], 1, folder)
-    if has_slow_tests:
-        run_many([case(folder, 'one', bf16, out='one bf16')], 1, folder)
-        halves = [case(folder, '2 stages', bf16, out='bf16'), case(folder, '2 stages', '--dtype=float16', out='fp16')]
-        run_many(halves, 2, folder)
-    layouts = [layout for layout in LAYOUT if has_slow_tests or layout in SHORT]
-    run_many([case(folder, layout) for layout in layouts if LAYOUT[layout][0] == 4], 4, folder)
-    noisy = '--dropout=0.1'
-    run_many(
-        [
-            *(case(folder, layout) for layout in layouts if LAYOUT[layout][0] == 2),
-            case(folder, '2 stages', noisy, out='noisy'),
-            case(folder, '2 stages', noisy, '--max_iters=10', out='noisy again'),
-            case(folder, '2 stages', noisy, out='noisy again'),
-        ],
-        2,
-        folder,
-    )
+def runs(tmp_path_factory):
+    """The folder with 20 steps without noise, with it, and with it in two parts."""
+    folder, noise = tmp_path_factory.mktemp('runs'), ['--dropout=0.1']
+    ways = [('plain', []), ('noisy', noise), ('noisy again', [*noise, '--max_iters=10']), ('noisy again', noise)]
+    cases = [
+        {
+            'name': f'{out} {keys}',
+            'script': 'train_pipeline.py',
+            'arguments': [*RUN, *keys, f'--out_dir={folder / out}'],
+        }
+        for out, keys in ways
+    ]
+    run_many(cases, 2, folder)
     return folder
-
-
-@pytest.mark.parametrize('layout', slow_but(SHORT, [name for name in LAYOUT if name != 'one']))
-def test_20_steps_have_the_losses_and_norms_of_one_process(runs, layout):
-    ours, alone = metrics(runs / layout), metrics(runs / 'one')
-    assert len(ours) == len(alone) == 20
-    for row, expected in zip(ours, alone, strict=True):
-        assert row['step'] == expected['step'] and row['tokens'] == expected['tokens'] and row['lr'] == expected['lr']
-        assert ('val_loss' in row) == ('val_loss' in expected)
-    for key, every in (('loss', 1), ('grad_norm', 1), ('val_loss', 10)):
-        assert_same_run(column(runs / layout, key), column(runs / 'one', key), key, every)
-
-
-@pytest.mark.slow
-def test_20_steps_in_bf16_are_near_those_of_one_process_and_fp16_trains(runs):
-    for ours, expected in zip(column(runs / 'bf16', 'loss'), column(runs / 'one bf16', 'loss'), strict=True):
-        assert abs(ours - expected) <= 2e-3 * expected
-    for ours, expected in zip(column(runs / 'fp16', 'loss'), column(runs / 'one', 'loss'), strict=True):
-        assert abs(ours - expected) <= 5e-3 * expected  # the loss scale may have skipped a step
 
 
 def test_with_dropout_a_resumed_run_is_bit_equal(runs):
     assert_same_rows(runs / 'noisy again', runs / 'noisy')
     assert_same_weights(runs / 'noisy again', runs / 'noisy', 20)
-    assert error(*(column(runs / name, 'loss') for name in ('noisy', '2 stages'))) > apart(20)
+    assert error(*(column(runs / name, 'loss') for name in ('noisy', 'plain'))) > apart(20)
 
 
 # --- faults: 4 ranks, 2 stages of 2 that hold each matrix together ----------------------------------------------------
 
-FAULTS = [*RUN, *LAYOUT['2 stages x tp 2'][2]]
+FAULTS = [*RUN, '--tensor_parallel=2']
 
 
 def test_one_nan_in_one_gradient_of_one_stage_costs_one_step_on_all(tmp_path):

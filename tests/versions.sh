@@ -27,7 +27,7 @@ tests=(
     tests/test_export_model.py
     tests/test_deepspeed.py::test_every_stage_computes_what_one_process_computes
     tests/test_train_diloco.py::test_losses_weights_and_health_are_those_of_diloco_by_hand
-    tests/test_fsdp_manual.py::test_the_numbers_are_those_of_fully_shard_and_of_one_process
+    tests/proving/test_lessons.py
     tests/test_moe.py
     tests/test_expert_manual.py
     tests/test_float8.py
