@@ -1,5 +1,6 @@
 """
-Which strategy should I use, and do they agree? Trains the same model, data, seed and steps with each, and compares.
+Which strategy should I use? Trains the same model, data, seed and steps with each, and compares speed, memory and loss.
+Whether each computes what one process computes, prove.py says.
 
     python compare.py                                                  # all strategies on 2 ranks, with a small model
     python compare.py --strategies=ddp,fsdp,fsdp_manual,deepspeed,diloco --nproc=2 --zero_stages=1,3

@@ -92,7 +92,7 @@ class Bench:
     # --- what a check is ---
 
     def train(self, name, script, keys, seconds=25, environment=None, needs=None, continues=None, inside=None,
-              ranks=1, beside=None):  # fmt: skip
+              beside=None):  # fmt: skip
         """
         A check that trains. It finds the last row of metrics before the traced steps, and where the time of the traced
         step went.
@@ -122,9 +122,6 @@ class Bench:
         command = [*script.split(), *options(keys)]
         if inside:
             command = [*self.inner_command(inside), *command]
-        if ranks > 1:
-            torchrun = '-m torch.distributed.run --standalone --local_addr=127.0.0.1'
-            command = [*torchrun.split(), f'--nproc_per_node={ranks}', *command]
         return Check(name, command, seconds, read, environment, needs or continues, None if continues else run)
 
     def predict(self, name, script, keys):
@@ -453,7 +450,8 @@ def pretrained(bench):
 def experts(bench):
     """
     Mixtures of experts. One layer: all experts in one kernel beside one after the other. A small model: compiled beside
-    eager, and config/moe_quickstart.py for some steps in both ways. On two GPUs: two ranks that share the experts.
+    eager, and config/moe_quickstart.py for some steps in both ways. On two GPUs: are the gradients
+    of ranks that share the experts right, by prove.py?
     """
     checks = [bench.inner('compiled experts', of=mode, seconds=80) for mode in ('none', 'full', 'selective')]
     file, short = 'config/moe_quickstart.py', dict(dtype='bfloat16', max_iters=20, log_interval=1)
@@ -465,12 +463,9 @@ def experts(bench):
     if not bench.tiny and (gpus := count_gpus(bench.nvidia_smi)) < 2:
         reason = f'expert_parallel=2 needs 2 GPUs, and here is {gpus}'
         return [*checks, bench.cannot('experts on two ranks', reason)]
-    short |= dict(dtype='float32', compile=False, fsdp_impl='manual', batch_size=4)
-    for sharing, beside in ((1, None), (2, ('experts-shared-by-1-of-2', ROUNDING))):
-        keys = short | dict(expert_parallel=sharing)
-        shared = f'experts shared by {sharing} of 2'
-        checks.append(bench.train(shared, f'train_parallel.py {file}', keys, ranks=2, beside=beside))
-    return checks
+    keys = dict(layouts='fsdp,manual zero 3,experts', device=bench.device, output=bench.runs / 'prove.json')
+    command = ['prove.py', file, *options(keys)]
+    return [*checks, Check('experts on two ranks', command, 100, lambda text, _: {'said': text.splitlines()[-1]})]
 
 
 def count_gpus(nvidia_smi):

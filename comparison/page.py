@@ -19,9 +19,7 @@ from comparison import results
 
 # {how a line of the verdict begins: what to print for readers who do not know compare.py}
 LEADS = {
-    'agree': 'Same losses, so choose by speed and memory',
     'may differ': 'Other losses, as they should be',
-    'do NOT agree': 'Losses differ that should be the same',
     'fastest': 'Fastest',
 }
 WARNS = re.compile(r'WARNING|do NOT|NOT |do not trust|failed|not finished|.*EXTRAPOLATED|.*no clear difference')

@@ -342,14 +342,11 @@ def why_apart(run, reference):
 
 
 def outer_steps(config):
-    """Why DiLoCo changes the losses, in words; '' if it only averages parameters, of one replica or ..."""
+    """Why DiLoCo changes the losses, in words; '' if it only averages the parameters of one replica."""
     if 'outer_lr' not in config:
         return ''
     replicas, inner_steps = config['num_replicas'], config['inner_steps']
-    exact = all(config.get(key, value) == value for key, value in EXACT.items())
-    # ... after each step of plain SGD, which is the same as averaging gradients.
-    averages_gradients = inner_steps == 1 and config['optimizer'] == 'sgd' and config['grad_clip'] == 0
-    if exact and (replicas == 1 or averages_gradients):
+    if replicas == 1 and all(config.get(key, value) == value for key, value in EXACT.items()):
         return ''
     return f'DiLoCo, {replicas} replica(s), outer step every {inner_steps} steps'
 

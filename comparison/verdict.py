@@ -12,8 +12,8 @@ import statistics
 from comparison.results import ratios
 from runtime import PHASES
 
-# The largest relative difference of a logged loss that counts as agreement. Half precision has 8 or 11 bits per number.
-AGREEMENT = {'float32': 1e-4, 'bfloat16': 1e-2, 'float16': 2e-3}
+# The largest relative difference of a loss of a resumed run. Half precision has 8 or 11 bits per number.
+RESUMED = {'float32': 1e-4, 'bfloat16': 1e-2, 'float16': 2e-3}
 APART = 1.5  # if the speeds of a run's repeats differ by a larger factor, they say little
 OTHERS = 0.1  # if other programs take a larger share of the machine's time, they matter
 
@@ -108,7 +108,7 @@ def markdown(rows):
 
 def facts(rows, gpu_gb=0, codes=()):
     """
-    A Markdown list that says which runs agree, were resumed correctly, are fastest, fit a GPU, have failed.
+    A Markdown list that says which runs were resumed correctly, are fastest, fit a GPU, have failed.
 
     gpu_gb: a GPU's memory, with which the prediction row['gpu_gb'] is compared; 0 = do not. codes: as for other_code().
     """
@@ -116,7 +116,8 @@ def facts(rows, gpu_gb=0, codes=()):
     lines = []
     for reference in dict.fromkeys(row['reference'] for row in finished):
         compared = [row for row in finished if row['reference'] == reference]
-        lines += agreement(compared, reference) + fastest(compared, reference)
+        lines += [f'may differ: {row["label"]} and {reference} ({row["apart"]})' for row in compared if 'apart' in row]
+        lines += fastest(compared, reference)
     lines += resumption(finished) + (fitting(rows, gpu_gb) if gpu_gb else [])
     for row in rows:
         if 'failed' in row:
@@ -128,17 +129,6 @@ def facts(rows, gpu_gb=0, codes=()):
     return '\n'.join(f'- {line}' for line in lines)
 
 
-def agreement(rows, reference):
-    """Lines on which runs have the losses of their reference."""
-    lines = [f'may differ: {row["label"]} and {reference} ({row["apart"]})' for row in rows if 'apart' in row]
-    same = [row for row in rows if 'loss_diff' in row and 'apart' not in row]
-    good = [row for row in same if row['loss_diff'] <= limit(row)]
-    if good:
-        lines.insert(0, f'agree: {reference}, {names(good)} ({worst(good, "loss_diff")})')
-    bad = [row for row in same if row not in good]
-    return lines + [f'do NOT agree: {row["label"]} and {reference} ({worst([row], "loss_diff")})' for row in bad]
-
-
 def resumption(rows):
     """Lines on which of the runs that were resumed from the middle have the losses of the uninterrupted run, to the bit
     or nearly."""
@@ -147,9 +137,9 @@ def resumption(rows):
     close = [row for row in resumed if 0 < row['resume_diff'] <= limit(row)]
     far = [row for row in resumed if row not in exact + close]
     good = [f'{names(exact)} (every loss equal to the bit)'] if exact else []
-    good += [f'{names(close)} ({worst(close, "resume_diff")})'] if close else []
+    good += [f'{names(close)} ({worst(close)})'] if close else []
     lines = [f'resumed as without the stop: {", ".join(good)}'] if good else []
-    lines += [f'NOT resumed as without the stop: {names(far)} ({worst(far, "resume_diff")})'] if far else []
+    lines += [f'NOT resumed as without the stop: {names(far)} ({worst(far)})'] if far else []
     return lines + [f'NOT resumed: {row["label"]}: {row["resume_failed"]}' for row in rows if 'resume_failed' in row]
 
 
@@ -228,13 +218,13 @@ def fitting(rows, gpu_gb):
 
 
 def limit(row):
-    return AGREEMENT.get(row.get('dtype'), 1e-4)
+    return RESUMED.get(row.get('dtype'), 1e-4)
 
 
 def names(rows):
     return ', '.join(row['label'] for row in rows)
 
 
-def worst(rows, key):
-    largest = max(rows, key=lambda row: row[key])
-    return f'largest relative difference of a loss {largest[key]:.2g}, limit {limit(largest):g}'
+def worst(rows):
+    largest = max(rows, key=lambda row: row['resume_diff'])
+    return f'largest relative difference of a loss {largest["resume_diff"]:.2g}, limit {limit(largest):g}'
