@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from proving.check import check
+from proving.check import check, rows_of_rank
 from proving.ranks import RankFailed
 
 VOCAB, LENGTH, ROWS, WIDTH = 62, 9, 4, 24  # all ranks together have ROWS sequences in a micro-step
@@ -46,10 +46,6 @@ def micro_steps(count):
         y[0, 2:] = y[1, : 3 + seed] = y[2, 1 : 3 * seed + 1] = -100
         batches.append({'x': tokens[:, :-1], 'y': y})
     return batches
-
-
-def rows_of_rank(batch, rank, ranks):
-    return {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
 
 
 def targets_of(batches):

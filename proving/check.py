@@ -1,7 +1,7 @@
 """
 Is training code of your own correct? Compares what it computes on some ranks with what it computes in one process.
 
-    from proving.check import check
+    from proving.check import check, rows_of_rank
 
     def build():                          # the whole model, on the CPU; the same in each call
         torch.manual_seed(0)
@@ -17,7 +17,7 @@ Is training code of your own correct? Compares what it computes on some ranks wi
     def parallelize(model):               # on each rank: what your code makes of the model
         return fully_shard(model)
 
-    check(build, parallelize, gradients, batches, ranks=2, part=lambda batch, rank, ranks: ...)
+    check(build, parallelize, gradients, batches, ranks=2, part=rows_of_rank)
 
 prints `ok`, or which parameters are wrong, by how much and why. No plan of the sharding is needed: where a rank's piece
 lies in the whole weight is found by the values of the weights, which shows at the same time that they were loaded
@@ -101,6 +101,11 @@ def check(
     print(f'{title}{": " if title else ""}{ranks} ranks, {said}  ({time.monotonic() - began:.0f} s)')
     print(*(f'    {line}\n' for line in verdict.lines()), sep='', end='', flush=True)
     return verdict
+
+
+def rows_of_rank(batch, rank, ranks):
+    """A part() of check(): a rank's rows of every tensor of a batch."""
+    return tree_map(lambda tensor: tensor.chunk(ranks)[rank], batch)
 
 
 @torch.no_grad()

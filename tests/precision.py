@@ -31,10 +31,6 @@ from proving.precision import (  # noqa: F401 - tests import them from here
     times_further,
 )
 
-# As FLOOR, in bf16. A loss is the mean over a few hundred tokens, each rounded by half an eps, and these average out to
-# about this.
-FLOOR_IN_HALF = torch.finfo(torch.bfloat16).eps / 16
-
 # How far two runs may be apart after one step, relatively: each may be as far from float64 as TIMES and FLOOR allow.
 APART = 2 * TIMES * FLOOR
 
@@ -42,7 +38,7 @@ APART = 2 * TIMES * FLOOR
 MARGIN = 1e-4
 
 
-def all_times_further(found, one_process, float64, floor=FLOOR):
+def all_times_further(found, one_process, float64):
     """times_further() of each tensor of a model: {name: factor} of three dicts with the same names.
 
     Tensors of one model are about equally far from float64, but that of a tensor of four numbers, such as a router's
@@ -53,7 +49,7 @@ def all_times_further(found, one_process, float64, floor=FLOOR):
     tensors = {name for name, exact in float64.items() if torch.as_tensor(exact).dim()}
     typical = statistics.median(error(one_process[name], float64[name]) for name in tensors) if tensors else 0.0
     return {
-        name: times_further(found[name], one_process[name], exact, max(floor, typical) if name in tensors else floor)
+        name: times_further(found[name], one_process[name], exact, max(FLOOR, typical) if name in tensors else FLOOR)
         for name, exact in float64.items()
     }
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from proving.check import check
+from proving.check import check, rows_of_rank
 
 VOCAB, LENGTH, ROWS, WIDTH = 61, 10, 4, 24
 
@@ -55,10 +55,6 @@ def micro_step(seed):
     y = tokens[:, 1:].clone()
     y[0, 2:] = y[1, : 3 + seed] = -100
     return {'x': tokens[:, :-1], 'y': y}
-
-
-def rows_of_rank(batch, rank, ranks):
-    return {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
 
 
 def targets_of(batches):
