@@ -233,16 +233,18 @@ def accumulation_steps(global_batch_size, batch_size, ranks):
     """
     Micro-steps per optimizer step: global_batch_size = batch_size * ranks * accumulation_steps, in sequences.
 
-    Raises ValueError if that has no solution in whole numbers; the message names the nearest global batches that have.
+    Raises ValueError if that has no solution in whole numbers; the message names the batch size that has one, since a
+    run that goes on keeps its global batch, and the nearest global batches.
     """
     per_micro_step = batch_size * ranks
     steps, rest = divmod(global_batch_size, per_micro_step)
     if rest:
+        fits = [f'--batch_size={n}, or' for n in range(1, batch_size) if global_batch_size % (n * ranks) == 0]
         nearest = [n * per_micro_step for n in (steps, steps + 1) if n > 0]
         raise ValueError(
             f'global_batch_size={global_batch_size} is not a multiple of {per_micro_step} = batch_size={batch_size} x '
-            f'{counted(ranks, "rank")}: use --global_batch_size={" or ".join(map(str, nearest))}, '
-            'or another batch_size'
+            f'{counted(ranks, "rank")}: use {" ".join([*fits[-1:], ""])}--global_batch_size='
+            f'{" or ".join(map(str, nearest))}'
         )
     return steps
 

@@ -4,13 +4,15 @@
 #   python train_dpo.py config/dpo_sums.py
 #   python train_dpo.py config/dpo_sums.py --sft_weight=0.2 --out_dir=out/dpo_sums_sft
 
+import os
+
 out_dir = 'out/dpo_sums'
 init_from = 'out/sums'  # where it begins, and the reference
 dataset = 'sums_pairs'
 eval_tasks = ['sums/sums.jsonl']  # 810 sums that are in neither of the two data sets, answered greedily
 
-batch_size = 8
 global_batch_size = 8  # sequences of three pairs each
+batch_size = global_batch_size // int(os.environ.get('WORLD_SIZE', '1'))
 
 loss_type = 'sigmoid'
 beta = 0.1

@@ -5,6 +5,8 @@
 #   python prepare_data.py --dataset=sums/texts.jsonl --tokenizer=bytes --name=sums --val_fraction=0.05
 #   python train_ddp.py config/sums.py
 
+import os
+
 out_dir = 'out/sums'
 dataset = 'sums'
 windows = 'documents'  # each sum attends to itself alone
@@ -15,8 +17,8 @@ n_layer = 3
 n_head = 4
 n_embd = 96
 block_size = 64  # about six sums
-batch_size = 16
 global_batch_size = 16
+batch_size = global_batch_size // int(os.environ.get('WORLD_SIZE', '1'))
 
 # It reads 665 of the 8,100 sums, 47 times each. Then 31% of unseen sums are right when sampled at temperature 1, and of
 # the likeliest answers 49%. (Another seed may need 50 steps more or 100.) After 800 steps 60% are right, and it is as

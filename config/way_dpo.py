@@ -3,12 +3,14 @@
 #   python prepare_data.py --dataset=way/pairs.jsonl --pairs --name=way_pairs --tokenizer=out/way/chat
 #   python train_dpo.py config/way_dpo.py
 
+import os
+
 out_dir = 'out/way/dpo'
 init_from = 'out/way/chat'
 dataset = 'way_pairs'
 
-batch_size = 8
 global_batch_size = 8
+batch_size = global_batch_size // int(os.environ.get('WORLD_SIZE', '1'))
 sft_weight = 0.2  # without it the right answers become less likely, too, and fewer sums are right
 num_epochs = 4
 learning_rate = 2e-4

@@ -112,5 +112,7 @@ def test_accumulation_steps_complete_the_global_batch():
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_and_the_nearest_that_do():
     with pytest.raises(ValueError, match='global_batch_size=100 .*batch_size=8 x 4 ranks.*global_batch_size=96 or 128'):
         accumulation_steps(100, 8, 4)
-    with pytest.raises(ValueError, match='--global_batch_size=32,'):
+    with pytest.raises(ValueError, match='use --batch_size=2, or --global_batch_size=32$'):
         accumulation_steps(8, 8, 4)
+    with pytest.raises(ValueError, match='use --global_batch_size=24$'):  # no batch size of 3 ranks makes 8
+        accumulation_steps(8, 8, 3)
