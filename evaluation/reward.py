@@ -4,7 +4,8 @@ A reward of one's own: a Python function of the user's that says what an answer 
     reward = open_reward('my_reward.py:digits')  # --reward of train_grpo.py and evaluate.py
     number = reward(text, item)                  # its digits(text, row) for a tasks.Item
 
-The file is code, and is run. `text` is what the model wrote, `row` the whole row of the task file, as a dict.
+The file is code, and is run. `text` is what the model wrote, `row` the whole row of the task file, as a dict. A
+function of TRL's form, digits(completions, prompts, **columns), gets lists of one.
 """
 
 import functools
@@ -96,31 +97,36 @@ def open_reward(given):
         named = [key for key, value in vars(module).items() if isinstance(value, types.FunctionType)]
         has = f'expected FILE.py:FUNCTION, and it has {", ".join(named) or "none"}'
         raise ValueError(f'reward={given}: {path} has no function {name!r}; {has}')
-    refuse_other_form(given, name, function)
-    return Reward(given, function, hashlib.sha256(source).hexdigest())
+    return Reward(given, in_our_form(given, name, function), hashlib.sha256(source).hexdigest())
 
 
-def refuse_other_form(given, name, function):
-    """Raise ValueError for a function that takes other things than a text and its row, such as TRL's: lists of them."""
+def in_our_form(given, name, function):
+    """The function as one of a text and its row. One of TRL's form takes lists, and gets lists of one. Raises
+    ValueError for a function that takes other things."""
     try:
         signature = inspect.signature(function)
-        signature.bind('', {})
-        if 'completions' not in signature.parameters:
-            return
     except ValueError:  # one written in C may not say
-        return
+        return function
+    takes = signature.parameters
+    if 'completion_ids' in takes:
+        raise ValueError(f'reward={given}: {name} takes completion_ids, and rewards get texts: let it read completions')
+    if 'completions' in takes:
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+
+        def of_one(text, row):
+            prompt = row.pop('prompt', None)
+            completion = [{'role': 'assistant', 'content': text}] if isinstance(prompt, list) else text
+            lists = {key: [value] for key, value in row.items()} | {'prompts': [prompt], 'completions': [completion]}
+            return function(**{key: value for key, value in lists.items() if takes_all or key in takes})[0]
+
+        return of_one
+    try:
+        signature.bind('', {})
     except TypeError:
-        pass
-    advice = ''
-    if 'completions' in signature.parameters:
-        columns = "**{key: [row[key]] for key in row if key != 'prompt'}"
-        advice = (
-            f"; TRL's gets lists: `def ours(text, row): return {name}(prompts=[row['prompt']], completions=[text], "
-        )
-        advice += f'{columns})[0]` in that file, and name ours'
-    raise ValueError(
-        f'reward={given}: {name}{signature} is called as {name}(text, row), with one answer and its row{advice}'
-    )
+        raise ValueError(
+            f'reward={given}: {name}{signature} is called as {name}(text, row), with one answer and its row'
+        ) from None
+    return function
 
 
 def in_words(error, given):

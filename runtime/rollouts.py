@@ -97,8 +97,8 @@ def reward_of(items, wanted):
         wanted = wanted or scores[0]
         if wanted not in scores:
             raise ValueError(
-                f'reward={wanted}: {item.place} has rule={item.rule.name}, which scores {", ".join(scores)}; a '
-                'function of yours is --reward=FILE.py:FUNCTION'
+                f'reward={wanted}: {item.place} has rule={item.rule.name}, which scores {", ".join(scores)}: for '
+                f'a function of yours --reward=FILE.py:FUNCTION, else use --reward={scores[0]}'
             )
     return wanted
 

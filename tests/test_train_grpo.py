@@ -276,7 +276,7 @@ REFUSED = {  # name: (ranks, keys, what the line says)
     'no prompts': (1, ['--prompts=[]'], 'no prompts: name files of tasks'),
     'choices': (1, ['--prompts=FOLDER/choices.jsonl'], 'rows with choices; expected {"prompt"'),
     'long': (1, ['--prompts=FOLDER/long.jsonl'], 'more than the 40 that the model sees'),
-    'score': (1, ['--reward=f1'], 'reward=f1: .*which scores acc; a function of yours is --reward=FILE.py:FUNCTION'),
+    'score': (1, ['--reward=f1'], 'reward=f1: .*which scores acc: .*=FILE.py:FUNCTION, else use --reward=acc$'),
     'no function': (1, ['--reward=FOLDER/own.py:f1'], "own.py has no function 'f1'; .*it has vowels"),
     'a row fails': (
         2,

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,21 +48,33 @@ def test_any_number_that_is_finite_is_a_reward():
 OF_TRL = """\
 def lengths(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
-def right(prompts, completions, answer, **kwargs):
+def right(prompts, completions, answer):
     return [float(c == a) + (p == 'Q') for p, c, a in zip(prompts, completions, answer, strict=True)]
+def said(completions, **kwargs):
+    return [float(c[0]['content'] == a) for c, a in zip(completions, kwargs['answer'], strict=True)]
+def none(completions, **kwargs):
+    return [None]
+def ids(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
 """
 
 
-def test_a_function_of_trl_is_refused_with_the_line_that_makes_one_of_ours_of_it(tmp_path, item):
+def test_a_function_of_trl_gets_lists_of_one_answer(tmp_path):
     path = tmp_path / 'theirs.py'
-    row = item_of('{"prompt": "Q", "answer": "ab"}', 'a.jsonl, row 1', is_own=True)
-    for name, value in (('lengths', 2.0), ('right', 2.0)):
-        path.write_text(OF_TRL)
-        says = rf'{name}\(.*completions.*\) is called as {name}\(text, row\), .*`(def .*)` in that file'
-        with pytest.raises(ValueError, match=says) as caught:
-            open_reward.__wrapped__(f'{path}:{name}')
-        path.write_text(OF_TRL + re.search(says, str(caught.value))[1])
-        assert open_reward.__wrapped__(f'{path}:ours')('ab', row) == value
+    path.write_text(OF_TRL)
+    row = {'prompt': 'Q', 'answer': 'ab', 'more': 1}
+    item = item_of(json.dumps(row), 'a.jsonl, row 1', is_own=True)
+    chat = SimpleNamespace(row=json.dumps({**row, 'prompt': [{'role': 'user', 'content': 'Q'}]}), place='row 2')
+    for name, asked, value in (('lengths', item, 2.0), ('right', item, 2.0), ('said', chat, 1.0)):
+        assert open_reward(f'{path}:{name}')('ab', asked) == value
+    with pytest.raises(RewardError, match='returned None; expected a finite number'):
+        open_reward(f'{path}:none')('ab', item)
+    with pytest.raises(ValueError, match='ids takes completion_ids, and rewards get texts: let it read completions$'):
+        open_reward(f'{path}:ids')
+
+
+def test_a_function_of_another_form_is_refused(tmp_path):
+    path = tmp_path / 'other.py'
     path.write_text('def short(text):\n    return 1\ndef named(text, **row):\n    return 1\nof_c = max\n')
     for name in ('short', 'named'):
         with pytest.raises(ValueError, match=rf'{name}\(text.*\) is called as {name}\(text, row\), .* its row$'):
