@@ -129,6 +129,7 @@ class Pretrained:
 
     def __post_init__(self):
         self.weights_folder = self.weights_folder or self.folder
+        self.lora_targets = self.lora_targets.replace('all-linear', 'all')  # as peft says it
         folder, block_size = self.folder, self.block_size
         refuse_adapter(folder)
         transformers = transformers_offline()

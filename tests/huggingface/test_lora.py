@@ -74,6 +74,10 @@ def test_a_checkpoint_has_the_size_of_what_is_trained(models, whole):
     assert sum(tensor.numel() for tensor in tensors.values() if tensor.dim()) == 3 * trained, 'weights and two moments'
 
 
+def test_all_linear_layers_may_be_named_as_peft_does(models):
+    assert finetune.Pretrained(str(models / 'llama'), lora_rank=4, lora_targets='all-linear').lora_targets == 'all'
+
+
 def test_other_weights_of_the_same_shapes_are_refused_and_a_copy_elsewhere_is_not(models, whole, tmp_path):
     """By everything that reads the run, and before anything is trained."""
     other = tmp_path / 'other'
