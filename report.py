@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from configurator import VERSION, configure, say_without_effect
-from system.files import ROOT, code_version, read_json
+from system.files import ROOT, code_version, meant, read_json
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def newest_checkpoint():
 def run_left():
     folder = Path(config.out_dir)
     if not folder.is_dir():
-        say(f'run     {folder}: there is no such folder')
+        say(f'run     {folder}: {meant(folder) or "there is no such folder"}')
         return
     with contextlib.suppress(OSError, ValueError):
         about = read_json(folder / 'config.json', {'config': dict})

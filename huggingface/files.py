@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from model import is_load
 from moments import is_finite
-from system.files import bare_name, read_json, refuse_lfs_pointer
+from system.files import bare_name, is_run, meant, read_json, refuse_lfs_pointer
+from text.tokenizer import KEPT
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
 ROWS_AT_ONCE = 4096  # rows that are compared at a time
@@ -33,8 +34,13 @@ SMALL, SAMPLED = 2**16, 8  # a fingerprint reads tensors of so many numbers whol
 
 
 def find_folder(init_from, key='init_from'):
-    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME). key: the
-    name of the key for the message, if it is another one. Raises ValueError with the command that fetches the model."""
+    """The folder that init_from names: a path, of a run what it has kept, or OWNER/NAME of a model in the hub's local
+    cache (HF_HOME). key: the name of the key for the message, if it is another one. Raises ValueError with the command
+    that fetches the model, or the name that was meant."""
+    if is_run(init_from):
+        return os.path.join(init_from, KEPT)
+    if found := meant(init_from, key):
+        raise ValueError(f'{key}={init_from}: {found}')
     if os.path.isdir(init_from):
         return init_from
     if re.fullmatch(r'[\w.-]+/[\w.-]+', init_from):
@@ -44,8 +50,7 @@ def find_folder(init_from, key='init_from'):
         with contextlib.suppress(OSError, ValueError):  # its LocalEntryNotFoundError is both
             return huggingface_hub.snapshot_download(init_from, local_files_only=True)
     hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/', 'out/')) else 'OWNER/NAME'
-    advice = f'`python download_model.py --model={hub_id}` where there is internet, or of a run of yours '
-    advice += f'`python export_model.py --out_dir=out/NAME`, then --{key}=models/NAME'
+    advice = f'`python download_model.py --model={hub_id}` where there is internet'
     beside = os.path.dirname(init_from) or '.'
     if os.path.isdir(beside):
         advice += f'; {beside} holds: {", ".join(sorted(os.listdir(beside))[:10]) or "nothing"}'

@@ -44,7 +44,7 @@ from runtime.best import step_of_best
 from runtime.checkpoint_index import Entry, Piece, as_json, read_index, read_into, read_manifest
 from runtime.checkpoint_parts import CutTensor, MadeLater, SavePlanner, layout_of, local_piece, value_of_piece
 from system import collectives
-from system.files import no_link, read_json, rename_durably, sha256_of, write_file
+from system.files import meant, no_link, read_json, rename_durably, sha256_of, write_file
 
 NFS_LEASE_S = 120  # by then an NFS server has dropped the locks of a client that is gone; Linux's server does at 90
 SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is considered dead by the others
@@ -143,9 +143,8 @@ def choose_to_read(out_dir, step=None, say=print, compare=None):
     if step is None:
         path = choose(out_dir, say=say, compare=compare)  # skips a damaged one for the one before it, and says so
         if path is None:
-            raise ValueError(
-                f'no checkpoint in {out_dir}: train one with `python train_ddp.py CONFIG --out_dir={out_dir}`'
-            )
+            train = f'train one with `python train_ddp.py CONFIG --out_dir={out_dir}`'
+            raise ValueError(f'no checkpoint in {out_dir}: {meant(out_dir) or train}')
         return path
     folder = os.path.join(out_dir, 'checkpoints')
     path = os.path.join(folder, f'step_{step:08d}')
@@ -590,6 +589,7 @@ STATE = {
     'numbers?': COUNTS,
     'numbers_of_replicas?': [COUNTS],
     'best?': {'step': (int, None), 'val_loss': (float, None), 'worse': int, 'evaluated': list, 'stage?': (int, None)},
+    'begun?': str,
     'base?': ({'init_from': str, 'fingerprint': str}, None),
     'reference?': (str, None),
     'diloco?': {'num_replicas': int, 'fragments': [[str]], 'mid_round': bool},

@@ -4,6 +4,7 @@ somebody else may have written; and the folders of this project's own code.
 """
 
 import contextlib
+import difflib
 import errno
 import hashlib
 import json
@@ -134,6 +135,29 @@ def bare_name(name, where):
 def is_run(folder):
     """Whether a folder is the out_dir of a run, by what lies in it."""
     return os.path.isdir(os.path.join(folder, 'checkpoints'))
+
+
+def meant(name, key='out_dir'):
+    """In words, which name was meant where a run or a model is named: the run of a checkpoint, a run in this folder or
+    beside it with nearly this name. None if the name may be right, or nothing is known. key: which names it."""
+    if os.path.exists(os.path.join(name, 'config.json')) or is_run(name):
+        return None
+    folder, last = os.path.split(os.path.normpath(name))
+    if run := next((run for run in (folder, os.path.dirname(folder)) if run and is_run(run)), None):
+        step = re.fullmatch(r'step_0*(\d+)', last) if key == 'out_dir' else None
+        return f'that is within the run {run}: give --{key}={run}' + (f' --step={step[1]}' if step else '')
+    if os.path.exists(os.path.join(name, 'meta.json')):
+        return 'that is a dataset, where a run or a model is expected'
+    if runs := runs_in(name):
+        return f'it holds the runs {", ".join(runs)}: give one of them, as --{key}={os.path.join(name, runs[0])}'
+    if not os.path.isdir(name) and (near := difflib.get_close_matches(last, runs_in(folder or '.'), 1)):
+        return f'there is no such run: did you mean --{key}={os.path.join(folder, near[0])}?'
+    return None
+
+
+def runs_in(folder):
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [name for name in sorted(names) if is_run(os.path.join(folder, name))]
 
 
 def refuse_link_out(path, folder):
