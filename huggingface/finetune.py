@@ -322,10 +322,9 @@ class Pretrained:
         saved: what an earlier checkpoint, in `where`, says. Raises ValueError if the folder has other weights now."""
         found = {'init_from': init_from, 'fingerprint': Weights(self.weights_folder).fingerprint()}
         if saved and saved['fingerprint'] != found['fingerprint']:
-            was = 'it' if saved['init_from'] == init_from else f'init_from={saved["init_from"]}'
             raise ValueError(
                 f'init_from={init_from}: the LoRA in {where} was trained on other weights than there are now in this '
-                f'folder: it needs those that {was} had when the run began'
+                f'folder: it needs those that it had when the run began'
             )
         return found
 

@@ -31,7 +31,7 @@ from layout import Layout, Share
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from runtime import checkpoint, health, meter
 from runtime.fill import fill_in
-from runtime.first_weights import open_init_from
+from runtime.first_weights import find_beginning, open_init_from
 from runtime.identity import check_resume, identity_of
 from system import collectives, devices, errors, processes, stopping
 
@@ -60,6 +60,7 @@ class Run:
     share: Share = field(default_factory=Share)  # what this rank has of the model; the script says so where it cuts it
     identity: dict | None = None  # what a checkpoint must have in common with this run to be resumed
     found: str | None = None  # the checkpoint in out_dir that the run resumes from
+    begun: str | None = None  # a fingerprint of the weights of init_from that the run began with
     base: dict | None = None  # LoRA: the weights that checkpoints leave out; None = checkpoints hold all weights
     flops_per_token: float = 0.0
     parameter_counts: dict | None = None
@@ -135,6 +136,8 @@ class Run:
         if self.traces_memory:
             meter.record_allocations()
         self.found = find_checkpoint(config, self.pretrained, self.language_folders)
+        self.begun, lines = collectives.on_rank_0(find_beginning, self, patience_s=collectives.PATIENCE_S)
+        self.notes[:0] = lines
         self.base = find_base(config, self.pretrained, self.found, self.start)
         self.identity = identity_of(vars(config), self.shape, self.train_data)
         return self.found

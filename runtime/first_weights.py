@@ -17,7 +17,7 @@ from dataset.mixture import names_in, parse_stages
 from dataset.shards import read_meta
 from runtime import checkpoint
 from system import processes
-from system.files import is_run
+from system.files import is_run, sha256_of
 
 
 def open_init_from(run):
@@ -73,6 +73,58 @@ def run_or_export(config):
     goes_on = any(checkpoint.checkpoints_in(os.path.join(config.out_dir, 'checkpoints')))
     is_gone = goes_on and not os.path.isdir(name)
     return config.out_dir if is_gone and not os.path.exists(os.path.join(config.out_dir, KEPT, 'config.json')) else None
+
+
+def find_beginning(run):
+    """
+    (a fingerprint of the weights of init_from that a run began with, for its checkpoints, or None; lines for the log).
+    They are part of what a run is: its checkpoints follow from them, and they are DPO's reference.
+
+    Raises ValueError if run.found, the checkpoint to resume from, is of a run that began with other weights. The same
+    weights may lie elsewhere now, or be gone if init_from still names where they were. For rank 0.
+    """
+    config, start, given = run.config, run.start, run.config.init_from
+    if run.found is None:
+        if start and start.path:
+            return fingerprint_of_run(start.path), []
+        folder = run.pretrained.weights_folder if run.pretrained else start and start.folder
+        return folder and fingerprint_of_folder(folder), []
+    state = checkpoint.read_state(run.found)
+    saved, was = state.get('begun'), state['config']['init_from']
+    is_named_so = os.path.realpath(was) == os.path.realpath(given)
+    if is_named_so or (config.eval_only and given == 'scratch'):
+        return saved, []
+    there = fingerprints_at(given)
+    if saved and saved in there:
+        return saved, []
+    began = 'from scratch' if was == 'scratch' else f'with {was}'
+    holds = f'out_dir={config.out_dir} holds a run that began {began}'
+    if there and not saved and was != 'scratch':  # an earlier version kept no fingerprint
+        return None, [f'WARNING: {holds}, and goes on: if init_from={given} holds other weights, they are not used']
+    what = '' if given == 'scratch' else ' holds other weights' if there else ' is not there'
+    raise ValueError(f'{holds}, and init_from={given}{what}: use another --out_dir, or --init_from={was}')
+
+
+def fingerprints_at(init_from):
+    """Of a folder's weights, or of all checkpoints of a run, which may have trained on; [] if nothing is there."""
+    from huggingface.files import find_folder
+
+    if is_run(init_from):
+        return [*map(fingerprint_of_run, checkpoint.checkpoints_in(os.path.join(init_from, 'checkpoints')))]
+    try:
+        return [fingerprint_of_folder(find_folder(init_from))]
+    except ValueError:
+        return []
+
+
+def fingerprint_of_folder(folder):
+    from huggingface.files import Weights
+
+    return Weights(folder).fingerprint()
+
+
+def fingerprint_of_run(path):
+    return sha256_of(os.path.join(path, 'manifest.json'))[:16]  # it has the hashes of all files of the checkpoint
 
 
 def take_from(start, config, explicit, learns_from='text'):

@@ -286,7 +286,7 @@ class Watch:
             self.compare_weights(step, raw_model)
         state = {'tokens': round(step * self.run.tokens_per_step), 'scaler': scaler, 'numbers': self.numbers.state()}
         state |= {'identity': self.run.identity, 'config': vars(self.config), 'best': self.best.state(), **(more or {})}
-        state |= {'base': self.run.base} if self.run.base else {}
+        state |= {key: value for key in ('begun', 'base') if (value := getattr(self.run, key))}
         best = self.best.step if self.best.is_kept else None
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             self.saver.save(

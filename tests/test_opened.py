@@ -2,20 +2,23 @@
 it began with, are others or gone."""
 
 import json
+import os
 import re
 import shlex
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launch import REPO, TINY_MODEL, TINY_RUN, fork_script, refusals
-from outputs import as_of_step, assert_same_weights, column
+from outputs import as_of_step, assert_same_weights, checkpoint_of, column
 from precision import assert_same_run
 from pretrained import save_model, write_chats
 from short import slow_but
 
+from runtime import checkpoint
 from runtime.first_weights import run_or_export
 from runtime.opened import language_of_run
 from text.control_tokens import plain
@@ -217,6 +220,97 @@ def test_a_run_goes_on_without_what_it_began_with(place, kind, tmp_path):
         shutil.move(tmp_path / 'away', began_with)
     assert_same_weights(out_dir, place / kind, 4)
     assert sample(tmp_path, 'run', '--prompt=q7') == sample(place, kind, '--prompt=q7')
+
+
+def command_of(place, kind, out_dir, *keys):
+    """The command that has made a run, in another out_dir."""
+    script, own = RUNS[kind]
+    own = [key.replace('{}', str(place)) for key in own]
+    return [script, *KEYS, f'--data_dir={place}/data', *own, f'--out_dir={out_dir}', *keys]
+
+
+@pytest.mark.parametrize(
+    'kind, began, other',
+    [
+        ('chat', 'llama', 'pairs'),
+        ('chat', 'llama', 'experts'),  # of another shape
+        ('chat', 'llama', 'lama'),
+        ('pairs', 'chat', 'llama'),
+        ('rewards', 'chat', 'pairs'),
+        ('tuned', 'folder', 'tuned'),
+        ('tuned', 'folder', 'folder_changed'),
+        ('lora', 'folder', 'folder_changed'),
+        ('llama', None, 'chat'),
+    ],
+)
+def test_a_run_goes_on_only_with_what_it_began_with(place, kind, began, other, tmp_path):
+    """It would train on from its checkpoint, and its config.json would name weights that it has never seen."""
+    out_dir = as_of_step(2, place / kind, tmp_path / 'run')
+    if other == 'folder_changed' and not (place / other).exists():
+        save_model(place / other, 'llama_64', initializer_range=0.2)
+    ranks = ['--batch_size=2', *(['--prompts_per_step=2'] if kind == 'rewards' else [])]
+    lines = refusals([command_of(place, kind, out_dir, f'--init_from={place}/{other}', *ranks)] * 2)
+    was, how = (f'{place}/{began}', 'with ') if began else ('scratch', 'from ')
+    state = 'holds other weights' if (place / other).exists() else 'is not there'
+    assert lines == 2 * [
+        f'error: out_dir={out_dir} holds a run that began {how}{was}, and init_from={place}/{other} {state}: use '
+        f'another --out_dir, or --init_from={was}'
+    ]
+
+
+@pytest.mark.parametrize('kind, began', [('chat', 'llama'), ('tuned', 'folder')])
+def test_a_run_goes_on_with_the_same_weights_elsewhere(place, kind, began, tmp_path):
+    out_dir = as_of_step(2, place / kind, tmp_path / 'run')
+    shutil.copytree(place / began, tmp_path / 'copy')
+    fork_script(*command_of(place, kind, out_dir, f'--init_from={tmp_path}/copy'))
+    assert_same_weights(out_dir, place / kind, 4)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_another_name_and_a_warning(place, tmp_path):
+    path = Path(checkpoint_of(as_of_step(2, place / 'chat', tmp_path / 'run'), 2))
+    state, manifest = (json.loads((path / name).read_text()) for name in ('state.json', 'manifest.json'))
+    del state['begun']
+    (path / 'state.json').write_text(json.dumps(state))
+    manifest['files']['state.json'] = checkpoint.facts_of(path / 'state.json')
+    (path / 'manifest.json').write_text(json.dumps(manifest))
+    (ended,) = fork_script(*command_of(place, 'chat', tmp_path / 'run', f'--init_from={place}/pairs'))
+    said = f'run that began with {place}/llama, and goes on: if init_from={place}/pairs holds other weights, they are'
+    assert said in ended.stdout.partition(' training tokens')[0], ended.stdout  # the first line behind the versions
+
+
+@pytest.mark.parametrize(
+    'script, kind, keys',
+    [
+        ('train_ddp.py', 'tuned', ['--dataset=folder_chats']),
+        ('train_ddp.py', 'nf4', ['--dataset=folder_chats']),
+        ('train_dpo.py', 'lora', ['--dataset=folder_pairs']),
+        ('train_grpo.py', 'tuned', ['--prompts={}/asked.jsonl', '--prompts_chat', '--prompts_per_step=1']),
+    ],
+)
+def test_a_run_that_begins_with_a_run_is_planned_as_well(place, script, kind, keys):
+    keys = [key.replace('{}', str(place)) for key in keys]
+    (ended,) = fork_script(script, *KEYS, f'--data_dir={place}/data', f'--init_from={place}/{kind}', *keys, '--dry_run')
+    assert f'model: llama of {place}/{kind}' in ended.stdout and 'memory per rank' in ended.stdout
+
+
+@pytest.mark.parametrize(
+    'name, says',
+    [
+        ('lama', 'did you mean --KEY={}/llama?'),
+        ('', 'it holds the runs chat, documents, '),
+        ('llama/checkpoints/step_00000004', 'that is within the run {}/llama: give --KEY={}/llama'),
+        ('llama/model', 'that is within the run {}/llama: give --KEY={}/llama'),
+        ('data/text', 'that is a dataset'),
+    ],
+)
+def test_a_name_that_is_no_run_is_answered_with_the_one_that_was_meant(place, name, says):
+    for key, command in (
+        ('out_dir', ['sample.py', '--device=cpu']),
+        ('init_from', ['train_ddp.py', *KEYS, f'--data_dir={place}/data', '--dataset=folder_chats']),
+    ):
+        (line,) = refusals([[*command, f'--{key}={os.path.join(place, name)}']])
+        assert says.replace('{}', str(place)).replace('KEY', key) in line, line
+        assert line.endswith(' --step=4') == (key == 'out_dir' and 'step' in name)
 
 
 def test_what_a_model_cannot_be_begun_with_is_said_with_the_command_that_mends_it(place, tmp_path):
