@@ -2,7 +2,7 @@
 Which strategy should I use? Trains the same model, data, seed and steps with each, and compares speed, memory and loss.
 Whether each computes what one process computes, prove.py says.
 
-    python compare.py                                                  # all strategies on 2 ranks, with a small model
+    python compare.py --nproc=2                                        # all strategies on 2 ranks, with a small model
     python compare.py --strategies=ddp,fsdp,fsdp_manual,deepspeed,diloco --nproc=2 --zero_stages=1,3
     python compare.py config/gpt2_124m.py --strategies=ddp,fsdp --nproc=8 --max_iters=50   # and keys of train scripts
     python compare.py config/compare_smoke.py                          # a comparison as a file; takes minutes
@@ -74,6 +74,10 @@ class Config:
 _train_keys = {}  # keys of the train scripts, from config files and the command line
 if __name__ == '__main__':
     config, explicit = configure(Config, pass_on=_train_keys)
+    if len(sys.argv) == 1:  # it would be an hour's work that nobody has asked for
+        commands = [line for line in __doc__.splitlines() if line.startswith('    python compare.py ')]
+        print('error: name what to compare:', *commands, '--help lists the keys', sep='\n', file=sys.stderr)
+        sys.exit(2)
 
 import contextlib
 import importlib.util

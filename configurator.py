@@ -371,6 +371,8 @@ def translated(key, knobs, script):
         owner = owner or (None if is_more else owner_of(key, script))
         return f'{code} of {owner}' if owner else code
 
+    if 'init_from' not in knobs and 'out_dir' in knobs and other_trainers().get(found, '').startswith('`init_from`'):
+        return f'here it is out_dir: {knobs["out_dir"].comment}'
     answer = f'`{found}`' if found in knobs else re.sub(r' \(\[.*?\]\(.*?\)\)', '', other_trainers()[found])  # no links
     text = re.sub(r'(`(\w+)(?:=[\w,]+)?`)(?: of (\w+\.py))?(?=(, `)?)', with_owner, answer)
     return ('here it is ' if answer[0] == '`' else '') + text.replace('`', '')
@@ -446,7 +448,7 @@ def split_arguments(arguments, knobs, known, script):
                 meant = f'{previous.rstrip(",")},{argument}'
             else:
                 meant = '' if equals else meant_by_word(argument, knobs, script)
-            hint = f'; did you mean {meant} ?' if meant else ''
+            hint = f'; did you mean {meant}?' if meant else ''
             if not equals and not meant:  # a recipe's name, or a .yaml file
                 hint = (
                     '; docs/configuration.md has what a config file is, docs/reference/names.md the recipes of others'
@@ -462,6 +464,8 @@ def meant_by_word(word, knobs, script):
     for path in (f'{word}.py', f'config/{Path(word).stem}.py'):
         if os.path.isfile(path):
             return path
+    if script.name == 'compare.py' and os.path.isdir(word):
+        return f'--plot {word}'
     place = next((key for key, knob in knobs.items() if 'path' in knob.tags), None)
     takes_configs = script.name.startswith('train_') or script.name == 'compare.py'
     return f'--{place}={word}' if place and not takes_configs and ('/' in word or os.path.exists(word)) else ''

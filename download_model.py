@@ -40,6 +40,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from layout import counted
 from system.errors import one_line, report_errors
 from system.files import bare_name, check_form, merge_command, no_link, parse_json, read_json, sha256_of, write_file
 
@@ -174,7 +175,7 @@ def check(folder, compare=True):
     print(f'{folder}: {kind}, {parameters:,} parameters in {" and ".join(sorted(dtypes))}')
     print(f'weights: {in_words(size)} in {len(shards)} safetensors file{"s" * (len(shards) > 1)}')
     if recorded and (known := origin(folder)):
-        print(f'{known["repo"]} at {known["revision"]}: {len(recorded)} files, sizes and sha256 as recorded')
+        print(f'{known["repo"]} at {known["revision"]}: {counted(len(recorded), "file")}, sizes and sha256 as recorded')
     else:
         print(f'there is no {RECORD}: the sizes agree with the headers, the numbers cannot be compared')
     print(class_line)

@@ -35,7 +35,7 @@ class Config:
     num_fewshot: int | None = None  # solved examples before each item; None = as many as the task says, often 0 [>= 0]
     limit: int | None = None  # use only this many items of each task, the first ones [>= 1]
     reward: str | None = None  # FILE.py:FUNCTION of yours judges answers to prompts, too: docs/grpo.md [path]
-    apply_chat_template = False  # write items and examples as messages, with the tokenizer's chat template
+    apply_chat_template: bool | None = None  # write items as messages; None = if the run has learned conversations
     chat_template_kwargs = {}  # variables for the chat template: '{"enable_thinking": false}'; a row's own come first
     results: str | None = None  # file to which the scores are appended; None = results.jsonl in out_dir [path]
     samples: str | None = None  # folder for TASK.jsonl with each item's log-likelihoods or answer [path]
@@ -75,9 +75,6 @@ rank, local_rank, world_size = processes.ranks_from_environment()
 device = devices.choose_device(config.device, local_rank)
 if not config.tasks:
     raise ValueError('no tasks: name files of them, --tasks=tasks/piqa.jsonl; docs/evaluate.md says how to get some')
-if config.chat_template_kwargs and not config.apply_chat_template:
-    given = f'chat_template_kwargs={config.chat_template_kwargs}'
-    raise ValueError(f'{given}: no chat template is used: add --apply_chat_template, or leave them out')
 begin.join_ranks(config.timeout_s, device)
 
 
@@ -114,6 +111,9 @@ options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protoc
 options['as_chat'] = config.apply_chat_template
 own_reward = options['reward'] = open_reward(config.reward) if config.reward else None
 evaluated = in_run.Evaluation(config.tasks, language, window, pretrained, config.batch_size, device, **options)
+if config.chat_template_kwargs and not any(task.is_chat for task in evaluated.tasks):
+    given = f'chat_template_kwargs={config.chat_template_kwargs}'
+    raise ValueError(f'{given}: no chat template is used: add --apply_chat_template, or leave them out')
 if own_reward and not any(task.form == 'prompt' for task in evaluated.tasks):
     raise ValueError(f'reward={config.reward}: it judges what is written to prompts, and the tasks have none')
 
@@ -183,7 +183,7 @@ for file, (task, numbers, line, found) in zip(config.tasks, evaluated.run(model,
     if rank == 0:
         row = {'task': task.name, 'model': config.out_dir, 'step': step, 'num_fewshot': task.num_fewshot}
         row |= {'protocol': task.protocol, 'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.')}
-        row |= {'chat_template': True} if config.apply_chat_template else {}
+        row |= {'chat_template': True} if task.is_chat else {}
         row |= {'reward_function': config.reward, 'reward_sha256': own_reward.sha256} if own_reward else {}
         append_result({**row, 'sha256': sha256_of(file), **numbers})
         if config.samples:

@@ -225,6 +225,7 @@ def write_native(folder, language):
         generation['use_cache'] = False
     # No pad_token_id here: it would be eot, and transformers' embedding gives the padding token no gradient.
     their_config.bos_token_id, their_config.eos_token_id = bos, eot
+    say_what_is_learned(their_config)
     with torch.device('meta'):
         theirs = transformers.AutoModelForCausalLM.from_config(their_config, trust_remote_code=True)
     copies = {name: tensor.clone() for name, tensor in exported_weights().items()}  # safetensors refuses views
@@ -238,12 +239,19 @@ def write_fine_tuned(folder):
     """Write config.json and the weights, and copy the folder's other files: tokenizer, licence, code, ..."""
     if os.path.exists(os.path.join(pretrained.folder, 'generation_config.json')):
         model.generation_config = transformers.GenerationConfig()  # save_pretrained refuses some models' own
+    say_what_is_learned(model.config)
     model.save_pretrained(folder, max_shard_size=config.max_shard_size)
     finetune.copy_files(pretrained.folder, folder, leave_out=('config.json',))
-    if state['config'].get('chats'):
+    if opened.has_learned_chats:
         stop_after_answers(folder)
     if state['config'].get('fold_system'):
         print("it has learned system messages as the beginning of the user's: ask it in that form")
+
+
+def say_what_is_learned(their_config):
+    """Let sample.py, evaluate.py and a run that begins with the folder ask it as they ask the run."""
+    if opened.has_learned_chats:
+        setattr(their_config, models.LEARNED_CHATS, True)
 
 
 def stop_after_answers(folder):
@@ -254,7 +262,7 @@ def stop_after_answers(folder):
     content = {key: getattr(text_config, key, None) for key in keys}
     if os.path.exists(path):
         content = files.read_json(path, dict, 'copy it again')
-    language = opened.language(answers=False)
+    language = opened.language()
     stops = content.get('eos_token_id')
     stops = [stop for stop in (stops if isinstance(stops, list) else [stops]) if stop is not None]
     ends = [end for end in language.end_of_answer() if end not in stops] if language.has_template else []

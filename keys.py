@@ -154,7 +154,7 @@ class TaskKeys:
     eval_tasks = []  # task files to score the model on, as evaluate.py does: tasks/a.jsonl,b.jsonl [per job, path]
     eval_tasks_interval = 1000  # steps between scores; 0 = only after the last step [>= 0]
     eval_tasks_limit: int | None = None  # only this many items of each file: generating answers takes time [>= 1]
-    eval_tasks_chat = False  # format items by the chat template of init_from, as evaluate.py's apply_chat_template
+    eval_tasks_chat: bool | None = None  # write items as messages; None = if the run or its init_from learns chats
 
 
 class BestKeys:

@@ -250,4 +250,4 @@ def accumulation_steps(global_batch_size, batch_size, ranks):
 
 
 def counted(number, noun):
-    return f'{number:,} {noun}' if number == 1 else f'{number:,} {noun}s'
+    return f'{number:,} {noun}' if number == 1 else f'{number:,} {noun}{"es" if noun.endswith("s") else "s"}'

@@ -88,6 +88,7 @@ from tqdm import tqdm
 from dataset.opening import TOKEN_BYTES
 from dataset.shards import ShardWriter, read_meta, verify
 from evaluation.known_tasks import make_tasks
+from layout import counted
 from system import errors
 from system.files import check_form, read_json, write_file
 from text import encoding, sources
@@ -136,7 +137,7 @@ if config.download_only:
 if config.verify:
     named = Path(config.data_dir) / config.verify
     folder = named if named.exists() else Path(config.verify)  # either NAME or the folder, as the script prints it
-    print(f'{folder}: {verify(folder)} files, sha256 as in meta.json')
+    print(f'{folder}: {counted(verify(folder), "file")}, sha256 as in meta.json')
     sys.exit()
 if config.peek:
     from text.peek import peek  # only here, because it imports torch
@@ -257,7 +258,8 @@ say_without_effect('prepare_data.py', config, explicit, is_chat=bool(source.chat
 if chat_template:
     tokenizer_facts.pop('bos_text', None)  # whether there is a BOS is up to the chat template
 facts = source.description
-size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
+of_files = 'files' in facts and f'{counted(facts["files"], "file")}, {facts["bytes"]:,} bytes'
+size = of_files or f'revision {facts["revision"]}'
 print(f'{facts["name"]}: {size}, sha256 {facts["sha256"]}')
 if source.line:
     print(source.line)
@@ -389,7 +391,7 @@ if source.labelled:
     path = folder / 'pairs.partial'
     joined = collections.Counter()
     n_pairs = write_pairs(source, path, joined)
-    print(f'{n_pairs:,} pairs of a good and a bad answer to the same prompt')
+    print(f'{counted(n_pairs, "pair")} of a good and a bad answer to the same prompt')
     try:
         refuse_left_out(joined, n_pairs)
     except ValueError:
@@ -619,5 +621,5 @@ if read_again:
     )
 rates = f'{bytes_made / seconds / 1e6:.1f} MB/s, {tokens_made / seconds / 1e6:.2f}M tokens/s'
 print_example(meta, folder)
-print(f'{rates} with {config.num_proc} processes, reading and writing included')
+print(f'{rates} with {counted(config.num_proc, "process")}, reading and writing included')
 print_summary(meta, folder, config)

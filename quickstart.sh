@@ -6,6 +6,7 @@
 #
 # Run again, it prepares and trains only what is not there yet.
 set -euo pipefail
+[[ " $* " == *' --help '* ]] && sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh || exit 1
 

@@ -92,21 +92,15 @@ opened = models.open_model(
     config.out_dir, config.step, config.data_dir, config.tokenizer, config.trust_remote_code,
     find=lambda *name: checkpoint.choose_to_read(*name, say),
 )  # fmt: skip
-language = opened.language(answers=False, chat_template_kwargs=config.chat_template_kwargs)
+language = opened.language(chat_template_kwargs=config.chat_template_kwargs)
 is_of_transformers = bool(opened.pretrained or not opened.path)
 say_without_effect('sample.py', config, explicit, transformers=is_of_transformers, is_run=opened.path is not None)
 positions = opened.pretrained and opened.pretrained.positions or math.inf  # a GPT of model.py drops the older half
 
 # --- PROMPTS AS IDS ---------------------------------------------------------------------------------------------------
-if config.chat and not language.has_template:
-    raise ValueError(f'chat=True: {language.folder} has no chat template: leave --chat out')
-if config.chat is None:
-    config.chat = opened.has_learned_chats and language.has_template
-if opened.has_learned_chats and not language.has_template:
-    say(f'WARNING: the run has learned conversations, and {language.folder} lacks the chat template of their dataset')
-if config.chat:
-    language.stop_after_answers()
-else:
+chat_of, notes = language.chat_for('chat', config.chat)
+config.chat = chat_of is not None
+if not config.chat:
     given = {key: getattr(config, key) for key in ('system', 'chat_template_kwargs', 'tools', 'web')}
     given = [f'{key}={value!r}' for key, value in given.items() if value]
     given += [] if all(map(prompts.is_text, rows)) else ['a row with messages, a system message or tools']
@@ -115,8 +109,8 @@ else:
         raise ValueError(
             f'{given[0]}: a text is continued here, not answered: {has if language.has_template else none}'
         )
-    if 'chat' not in explicit and not opened.path and language.has_template:  # runs know what they have learned
-        say(f'{language.folder} has a chat template, and here a text is continued: --chat makes a message of it')
+    for note in notes:
+        say(note)
 is_conversation = config.chat and config.prompts is None and 'prompt' not in explicit
 if config.web and not is_conversation:
     raise ValueError(f'web={config.web}: messages come from the page: leave prompt and prompts out')

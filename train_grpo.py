@@ -29,7 +29,7 @@ class Config(Keys, TaskKeys, ShardingKeys):
     warmup_iters = 10  # linear warm-up: longer if the loss jumps early [>= 0]
     # grpo [result]
     prompts = []  # task files with prompts, as evaluate.py reads them: tasks/a.jsonl,b.jsonl [result, per job, path]
-    prompts_chat = False  # write prompts by the chat template of init_from, as evaluate.py's apply_chat_template
+    prompts_chat: bool | None = None  # write prompts as messages; None = if init_from has learned conversations
     num_fewshot: int | None = None  # solved examples before prompts and eval_tasks; None = as the file says [>= 0]
     reward: str | None = None  # a score of the rule, None = its only one; or FILE.py:FUNCTION of yours [result, path]
     prompts_per_step = 32  # of all ranks: more = less noise [>= 1]

@@ -6,6 +6,7 @@
 #
 # Run again, it goes on where it was. What it types is on the page, and can be typed one by one.
 set -euo pipefail
+[[ " $* " == *' --help '* ]] && sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh || exit 1
 
@@ -20,7 +21,7 @@ torchrun=("$PYTHON" -m torch.distributed.run --standalone --local_addr=127.0.0.1
 # The questions of these files are in nothing that is learned.
 score() {
     [[ -e $1/results.jsonl ]] ||
-        "$PYTHON" evaluate.py --out_dir="$1" --apply_chat_template --batch_size=200 \
+        "$PYTHON" evaluate.py --out_dir="$1" --batch_size=200 \
             --tasks=way/sums.jsonl,way/products.jsonl,way/where.jsonl,way/who.jsonl
 }
 
@@ -54,6 +55,6 @@ for task in ('sums', 'products', 'where', 'who'):
     print(f'{task:30}' + ''.join(f'{row["acc"]:10.0%} ± {row["acc_stderr"] * 100:.0f}' for row in rows))
 TABLE
 echo
-"$PYTHON" sample.py --out_dir=models/way --chat --prompt='What is 37 plus 58?' --temperature=0
+"$PYTHON" sample.py --out_dir=models/way --prompt='What is 37 plus 58?' --temperature=0
 echo
 echo 'talk to it: python sample.py --out_dir=out/way/grpo'

@@ -11,7 +11,6 @@ prompts_chat = True
 num_fewshot = 0
 reward = 'flexible_extract'  # of GSM8K's rule: the last number is right; with your own rows use acc
 eval_tasks = ['tasks/gsm8k.jsonl']
-eval_tasks_chat = True
 eval_tasks_limit = 200
 
 prompts_per_step = 32

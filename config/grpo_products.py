@@ -11,7 +11,6 @@ lora_alpha = 32
 prompts = ['sums/products.jsonl']
 prompts_chat = True
 eval_tasks = ['sums/unseen.jsonl']  # 64 products that are not among the prompts, answered greedily
-eval_tasks_chat = True
 
 prompts_per_step = 4
 num_generations = 8

@@ -1,11 +1,10 @@
 # Last stage of docs/whole_way.md: the chat model practises sums that nobody tells it. 7 minutes on two cores.
 #
-#   torchrun --nproc_per_node=2 train_grpo.py config/way_grpo.py --eval_tasks=way/sums.jsonl --eval_tasks_chat
+#   torchrun --nproc_per_node=2 train_grpo.py config/way_grpo.py --eval_tasks=way/sums.jsonl
 
 out_dir = 'out/way/grpo'
 init_from = 'out/way/chat'
 prompts = ['way/practise.jsonl']
-prompts_chat = True
 
 prompts_per_step = 64
 num_generations = 8

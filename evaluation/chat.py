@@ -14,7 +14,7 @@ from evaluation.prompts import Stream
 from evaluation.sampling import Memory
 from evaluation.tools import stream_batch
 
-HELP = 'a line is a message; /reset begins anew, /system TEXT too, with that system message; an empty line ends this'
+HELP = 'a line is a message; /reset starts over, /system TEXT too, with that system message; an empty line ends this'
 
 
 def converse(model, language, system, say, positions, generator_of, **options):
@@ -39,7 +39,7 @@ def converse(model, language, system, say, positions, generator_of, **options):
         conversation = {'messages': asked}
         prompt = language.prompt_of_chat(conversation)
         if len(prompt.ids) >= positions:
-            say(f'the conversation has {len(prompt.ids)} tokens, the model {positions} positions: /reset begins anew')
+            say(f'the conversation has {len(prompt.ids)} tokens, the model {positions} positions: /reset starts over')
             continue
         text, notes = '', []
         now = {'positions': positions, 'generators': [generator_of(turn)], 'memory': memory}

@@ -16,6 +16,7 @@ from evaluation.reward import RewardError, is_function, open_reward
 from evaluation.sampling import NotFinite, not_finite
 from evaluation.tasks import line_of_room, read_task, requests_of, scores_of, scores_of_answers
 from huggingface import finetune
+from layout import counted
 from system import collectives
 from system.processes import unwrapped
 
@@ -27,18 +28,21 @@ class Evaluation:
     encoder: one of evaluation.tasks. window: how many tokens the model sees. pretrained: the model's
     finetune.Pretrained, or None. batch_size: requests per rank and forward pass. tokens_at_once: of answers more are
     written at once, if they and their prompts have no more tokens than that. ranks_per_batch: how many ranks compute
-    each batch together. as_chat: write the items with the tokenizer's chat template; chat_key: the script's key for
-    that. reward: a Reward, by which prompts are judged, too. options: for tasks.read_task(). Raises ValueError for a
+    each batch together. as_chat: write the items with the tokenizer's chat template; None = if the model has learned
+    conversations. chat_key: the script's key for that. reward: a Reward, by which prompts are judged, too. options: for
+    tasks.read_task(). Raises ValueError for a
     bad row, and for a choice or a prompt that is longer than the window.
     """
 
     def __init__(
         self, files, encoder, window, pretrained, batch_size, device, tokens_at_once=0, ranks_per_batch=1,
-        as_chat=False, chat_key='apply_chat_template', reward=None, **options,
+        as_chat=None, chat_key='apply_chat_template', reward=None, **options,
     ):  # fmt: skip
-        options |= {'chat': encoder.chat_for(chat_key) if as_chat else None, 'chat_key': chat_key}
-        self.tasks = [read_task(file, reward=reward, **options) for file in files]
-        self.reward, self.notes = reward, [task.note for task in self.tasks if task.note]
+        if as_chat is None and options.get('protocol') == 'core':  # which knows no template
+            as_chat = False
+        chat, notes = encoder.chat_for(chat_key, as_chat)
+        self.tasks = [read_task(file, reward=reward, chat=chat, chat_key=chat_key, **options) for file in files]
+        self.reward, self.notes = reward, notes + [task.note for task in self.tasks if task.note]
         names = [task.name for task in self.tasks]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two files of tasks are called {twice[0]}: their scores would have one name; rename one')
@@ -77,7 +81,9 @@ class Evaluation:
             rate = sum(map(len, requests)) / (time.perf_counter() - began)
             in_words = ', '.join(score_in_words(name, *score) for name, score in scores.items())
             rate_in_words = f'{rate:.2f} answers/s' if task.form == 'prompt' else f'{rate:,.0f} requests/s'
-            line = f'{task.name}: {in_words} ({len(task.items):,} items, {rate_in_words})'
+            how = ', by the chat template' if task.is_chat else ', without the chat template'
+            how = how if self.encoder.has_template else ''
+            line = f'{task.name}: {in_words} ({counted(len(task.items), "item")}{how}, {rate_in_words})'
             numbers = {name: value for name, (value, _) in scores.items()}
             numbers |= {f'{name}_stderr': error for name, (_, error) in scores.items()}
             yield task, {name: value for name, value in numbers.items() if math.isfinite(value)}, line, found

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evaluation.tasks import item_of
+from layout import counted
 from system.errors import one_line
 from system.files import bare_name, check_form, read_json, write_file
 from text.sources import open_stream, yaml_contents
@@ -165,7 +166,9 @@ def make_core_tasks(config_file, folder):
         rows = [{ours: row[theirs] for theirs, ours in keys.items()} | same for row in map(json.loads, lines)]
         random.Random(1337).shuffle(rows)
         write_file(folder / f'{task["label"]}.jsonl', '\n'.join(map(json.dumps, rows)) + '\n')
-        print(f'{folder}/{task["label"]}.jsonl: {len(rows):,} items, {same["num_fewshot"]} examples before each')
+        print(
+            f'{folder}/{task["label"]}.jsonl: {counted(len(rows), "item")}, {same["num_fewshot"]} examples before each'
+        )
 
 
 # --- datasets on this machine -----------------------------------------------------------------------------------------
@@ -294,7 +297,7 @@ def make_tasks(names, hub_folder, folder=Path('tasks')):
         pinned = read_json(pins, {str: {'sha256?': {str: str}}}) if pins.exists() else {}
         made, about = read_dataset(name, place or None, hub_folder)
         for ending, (lines, where) in made.items():
-            print(f'{folder}/{name}{ending}: {len(lines):,} items of {where}')
+            print(f'{folder}/{name}{ending}: {counted(len(lines), "item")} of {where}')
         files = {f'{name}{ending}': '\n'.join(lines) + '\n' for ending, (lines, _) in made.items()}
         hashes = {file: hashlib.sha256(text.encode()).hexdigest() for file, text in files.items()}
         if hashes != pinned.get(name, {}).get('sha256', hashes):

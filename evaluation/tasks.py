@@ -118,8 +118,9 @@ def read_task(
 
     num_fewshot: how many examples with their answers come before each item; None = as the first row says, or none.
     limit: take only this many items, the first ones. chat: function that writes messages as the text that the model is
-    to answer; None = write plain text. reward: one of one's own, by which prompts are judged. chat_key: the script's
-    key that asks for messages. Raises ValueError with the number of a bad row, or if there are too few examples."""
+    to answer; None = write plain text, as texts always are. reward: one of one's own, by which prompts are judged.
+    chat_key: the script's key that asks for messages. Raises ValueError with the number of a bad row, or if there are
+    too few examples."""
     path, is_own = Path(path), reward is not None
     all_items = read_items(path, is_own)
     items = all_items[:limit]
@@ -127,8 +128,10 @@ def read_task(
     for item in all_items if protocol == 'core' and items[0].form == 'continuation' else ():
         ((context, answer),) = item.pairs  # in CORE the delimiter, which may be a word, is part of the context
         item.pairs = [(context.strip() + item.delimiter, answer[len(item.delimiter) :])]
-    if items[0].form == 'text' and (num_fewshot or protocol == 'core' or chat):
-        keys = (('num_fewshot', num_fewshot, 0), ('protocol', protocol, 'harness'), (chat_key, bool(chat), False))
+    if items[0].form == 'text':
+        chat = None
+    if items[0].form == 'text' and (num_fewshot or protocol == 'core'):
+        keys = (('num_fewshot', num_fewshot, 0), ('protocol', protocol, 'harness'))
         given = ', '.join(f'{key}={value}' for key, value, right in keys if value != right)
         other = ' '.join(f'--{key}={right}' for key, value, right in keys if value != right)
         raise ValueError(f'{given}: {path} holds texts, which have no answers: use {other}')

@@ -21,7 +21,7 @@ from planning import strategies
 from planning.activations import few_blocks, micro_step
 from planning.sizes import BYTES, Weights, part_of_rank, weights_of
 
-OVERLAP = 'minus: not at the same moment'
+OVERLAP = 'peaks at different moments'
 STATES = ('weights', 'gradients', 'optimizer', 'outer')  # parts that are there from step to step
 
 
@@ -136,7 +136,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     travelling    fsdp with context_parallel: keys and values of other ranks for one layer, and their gradients in fp32;
                   with tensor_parallel: activations that arrive and leave
     workspace     of the matmuls, on a GPU
-    minus: not at the same moment   negative: the parts do not all peak at the same moment; this is the overlap, so that
+    peaks at different moments      negative: the parts do not all peak at the same moment; this is the overlap, so that
                   the sum is the true peak; absent if there is none
 
     shard_size is the number of ranks that together hold one copy of the model. With expert_parallel each of the ranks

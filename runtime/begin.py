@@ -80,10 +80,13 @@ class Run:
 
     @property
     def language_folder(self):
-        """Where the tokenizer of a run from scratch is: with its data, else with what it begins with."""
+        """Where the tokenizer of a run from scratch is, if possible with a chat template: with its data, else with what
+        it begins with, which has the same tokenizer."""
+        from text.conversations import templates_of
         from text.tokenizer import has_tokenizer
 
-        return next(filter(has_tokenizer, self.language_folders), None)
+        folders = [*filter(has_tokenizer, self.language_folders)]
+        return next(filter(templates_of, folders), folders[0] if folders else None)
 
     @property
     def language_folders(self):
@@ -124,7 +127,8 @@ class Run:
                 print(report.dry_run(vars(config), *facts, card))
                 print(*hours.lines(vars(config), ranks, self.train_data, card), sep='\n')
             sys.exit()
-        frozen = f' ({config.frozen_dtype} where they are not trained)' if config.frozen_dtype else ''
+        is_other = config.frozen_dtype not in (None, 'float32')
+        frozen = f' ({config.frozen_dtype} where they are not trained)' if is_other else ''
         if self.strategy != 'deepspeed':  # there a JSON may say otherwise, and the engine is asked
             self.notes.append(
                 f'dtypes: weights float32{frozen}, compute {config.dtype}, gradient reduction float32, '
@@ -250,7 +254,7 @@ def open_data(run):
 
         run.pretrained.chat_templates, lines = templates_of_data(dict.fromkeys(folders), run.pretrained.folder)
         run.notes += lines
-    if run.pretrained or run.start:
+    if run.train_data.is_chat:  # else the run goes on as what it begins with has learned to be asked
         config.fold_system = any(read_meta(Path(name)).get('settings', {}).get('fold_system') for name in folders)
     train, val = run.train_data, run.val_data
     if train.is_absent or (val and val.is_absent):  # its own line says so

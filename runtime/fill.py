@@ -119,7 +119,7 @@ def fill_data(run):
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed = train_data.has_starts
-    config.chats = bool(getattr(config, 'prompts_chat', False))
+    config.chats = vars(config).get('chats', False) or bool(vars(config).get('prompts_chat'))
     if train_data.is_chat:
         from text.conversations import templates_of
 
@@ -186,7 +186,7 @@ def fill_length(run):
         return
     if run.explicit.get('max_iters') == 'command line':
         run.notes.append(
-            f'num_epochs={config.num_epochs} does not count: max_iters={config.max_iters} is on the command line'
+            f'num_epochs={config.num_epochs} is overridden by max_iters={config.max_iters} on the command line'
         )
     elif len(train_data.sources) > 1:
         raise ValueError(

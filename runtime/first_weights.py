@@ -24,20 +24,23 @@ def open_init_from(run):
     """Find what init_from names: run.start, the Opened of an earlier run or of an export that model.py computes, or
     else run.pretrained, a Hugging Face folder, or neither. It gives the model's keys their values. No weights are read
     yet. A run that has fine-tuned a folder gives both: run.pretrained has its shape, run.start its weights."""
+    from runtime.opened import Opened, open_model
+
     config = run.config
     if config.init_from == 'resume':  # nanoGPT's
         raise ValueError('init_from=resume: leave it out, since a run goes on from the checkpoints in its out_dir')
     if config.init_from != 'scratch' and (name := run_or_export(config)):
-        from runtime.opened import open_model
-
         run.start = open_model(name, trust_remote_code=config.trust_remote_code, key='init_from')
         take_from(run.start, config, run.explicit, run.learns_from)
+        config.fold_system = run.start.keys.get('fold_system', False)
     if config.native and (config.init_from == 'scratch' or (run.start and run.start.model_config)):
         given = f'native=True with init_from={config.init_from}'
         raise ValueError(f'{given}, which is no Hugging Face folder: leave native out, model.py computes it')
     check_frozen_dtype(run)
     if config.init_from != 'scratch' and not (run.start and run.start.model_config):
         run.pretrained = open_folder(run)
+    begun = run.start or (run.pretrained and Opened(config.init_from, run.pretrained.folder))
+    config.chats = bool(begun and begun.has_learned_chats)
     if config.native and (config.lora_rank or config.freeze):
         key = 'lora_rank' if config.lora_rank else 'freeze'
         raise ValueError(
@@ -135,7 +138,6 @@ def take_from(start, config, explicit, learns_from='text'):
     name, before = config.init_from, start.keys
     if learns_from == 'prompts' and start.model_config and before:
         config.windows = before['windows'] if 'windows' not in explicit else config.windows
-        config.fold_system = before.get('fold_system', False)  # it is asked as it has learned to be
     elif start.model_config and not same_tokenizer(start.folder, data.folder_of(vars(config))):
         is_dataset = start.path and not os.path.isdir(os.path.join(name, KEPT))  # of a run that has kept no tokenizer
         raise ValueError(
@@ -158,7 +160,7 @@ def take_from(start, config, explicit, learns_from='text'):
         if key in explicit and getattr(config, key) != value:
             raise ValueError(
                 f'{key}={getattr(config, key)!r} with init_from={name}, which has {key}={value!r}: leave {key} out, or '
-                f'begin with what `python export_model.py --out_dir={name}` writes, which has no such key'
+                f'`python export_model.py --out_dir={name}` first, and begin with the folder that it writes'
             )
         setattr(config, key, value)
     # What its positions were turned by, and what its LoRA has learned beside.

@@ -110,7 +110,9 @@ def refuse_another(saved, current, keys, explicit, prefix=''):
         if isinstance(was, dict) and isinstance(now, dict):
             refuse_another(was, now, keys, explicit, f'{prefix}{key}.')
         elif was != now:
-            who = explicit.get(key, 'nobody set it')
+            began = keys.get('init_from', 'scratch')
+            follows = f'from init_from={began}' if prefix == 'model.' and began != 'scratch' else 'nobody set it'
+            who = explicit.get(key, follows)
             go_on = f'go on with --{key}={shown(was)}, or ' if key in keys else ''
             raise ValueError(
                 f'the checkpoint has {prefix}{key}={was!r}, this run has {now!r} ({who}): {go_on}use another --out_dir'

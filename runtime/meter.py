@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from layout import counted
 from model import GPT
 from runtime import PHASES, PROFILED_STEP
 from system.devices import PEAK_FLOPS
@@ -456,7 +457,7 @@ def device_name(device):
     cpuinfo = Path('/proc/cpuinfo')
     model = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
     name = model[1] if model else platform.machine()
-    return f'{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process'
+    return f'{name}, {counted(os.cpu_count(), "core")}, {counted(torch.get_num_threads(), "thread")} per process'
 
 
 def router_metrics(model):

@@ -33,7 +33,9 @@ from model import GPT
 from runtime import checkpoint
 from runtime.kept import folder_of_language
 from system import devices
-from system.files import is_run
+from system.files import is_run, read_json
+
+LEARNED_CHATS = 'has_learned_chats'  # in the config.json of an export
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Opened:
 
     @property
     def has_learned_chats(self):
+        if not self.keys:  # export_model.py writes it
+            return read_json(os.path.join(self.folder, 'config.json'), dict, 'copy it again').get(LEARNED_CHATS, False)
         before = self.keys.get('packed') if self.pretrained else False  # of earlier versions
         return bool(self.keys.get('chats', before) or self.keys.get('prompts_chat'))
 
@@ -79,10 +83,11 @@ class Opened:
         """Whether all weights are a fine-tuning's. (LoRA's are apart from the base's.)"""
         return bool(self.path and self.pretrained and not self.pretrained.lora_rank)
 
-    def language(self, answers=None, chat_template_kwargs=None, templates=None):
-        """The Language. answers: whether the model is to stop behind an answer; None = if it has learned conversations.
-        Raises ValueError if there is no tokenizer, or one with more tokens than the model."""
-        options = {'chat_template_kwargs': chat_template_kwargs, 'fold_system': self.keys.get('fold_system', False)}
+    def language(self, chat_template_kwargs=None, templates=None):
+        """The Language; of a model that has learned conversations it stops behind an answer. Raises ValueError if there
+        is no tokenizer, or one with more tokens than the model."""
+        options = {'fold_system': self.keys.get('fold_system', False), 'has_learned_chats': self.has_learned_chats}
+        options['chat_template_kwargs'] = chat_template_kwargs
         if self.keys and self.model_config:
             from text.language import OwnLanguage
             from text.tokenizer import tokenizer_of_run
@@ -99,7 +104,7 @@ class Opened:
             tokenizer.chat_template = templates or tokenizer.chat_template
             named_ends = self.pretrained and getattr(self.pretrained.config.get_text_config(), 'eos_token_id', None)
             language = TransformersLanguage(tokenizer, self.folder, named_ends, **options)
-        if self.has_learned_chats if answers is None else answers:
+        if self.has_learned_chats:
             language.stop_after_answers()
         return language
 
@@ -195,12 +200,12 @@ def language_of_run(run):
 
     folder = run.language_folder or data.folder_of(keys)
     try:
-        options = {'fold_system': keys.get('fold_system', False)}
+        options = {'fold_system': keys.get('fold_system', False), 'has_learned_chats': keys.get('chats', False)}
         language = OwnLanguage(tokenizer_of(folder), keys.get('windows'), folder, **options)
     except (ValueError, OSError) as error:
         given = 'prompts' if run.learns_from == 'prompts' else 'eval_tasks'
         raise ValueError(f'{given} needs the tokenizer of dataset={keys["dataset"]}: {error}') from error
-    if keys.get('chats') or keys.get('prompts_chat'):
+    if language.has_learned_chats:
         language.stop_after_answers()
     return language
 

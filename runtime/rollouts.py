@@ -49,9 +49,10 @@ class Prompts:
 
     def __init__(self, config, encoder, pretrained):
         self.encoder, self.names, self.sources = encoder, config.prompts, [self]
-        chat = encoder.chat_for('prompts_chat') if config.prompts_chat else None
+        chat, notes = encoder.chat_for('prompts_chat', config.prompts_chat)
+        config.prompts_chat = chat is not None
         self.own_reward = open_reward(config.reward) if is_function(config.reward) else None
-        self.items, self.prompts, self.notes = [], [], []  # of each row: what was read, and a tasks.Prompt
+        self.items, self.prompts, self.notes = [], [], notes  # of each row: what was read, and a tasks.Prompt
         for path in config.prompts:
             task = read_task(path, config.num_fewshot, chat=chat, reward=self.own_reward, chat_key='prompts_chat')
             if task.form != 'prompt':
@@ -66,7 +67,10 @@ class Prompts:
             self.prompts += [prompt for (prompt,) in requests]
         self.reward = config.reward if self.own_reward else reward_of(self.items, config.reward)
         self.n_windows, self.vocab_size = len(self.items) * config.num_generations, None  # sequences of an epoch
-        self.per_step = f'{config.prompts_per_step:,} and writes {counted(config.num_generations, "answer")} to each'
+        self.steps_line = (
+            f'a step takes {config.prompts_per_step:,} of them and writes {counted(config.num_generations, "answer")} '
+            f'to each{", by the chat template" if chat else ""}; the reward is {self.reward}'
+        )
         # A row holds at most so many answers, and padding behind them.
         self.n_starts = config.block_size // min(len(prompt.tokens) for prompt in self.prompts) + 1
         self.has_starts = config.packing
@@ -80,8 +84,7 @@ class Prompts:
     def lines(self):
         return [
             *self.notes,
-            f'{", ".join(self.names)}: {len(self.items):,} prompts, of which a step takes {self.per_step}, with its '
-            f'{self.reward} as the reward',
+            f'{", ".join(self.names)}: {counted(len(self.items), "prompt")}; {self.steps_line}',
         ]
 
     def epochs(self, n):

@@ -189,6 +189,13 @@ def test_a_config_file_of_a_train_script_and_its_keys_are_handed_on(tmp_path):
     assert 'did you mean strategies?' in refused and refused.count('\n') == 1
 
 
+def test_without_any_key_it_names_commands_and_runs_nothing():
+    result = run_script('compare.py', check=False)
+    first, *commands, last = result.stderr.splitlines()
+    assert (result.returncode, first, last) == (2, 'error: name what to compare:', '--help lists the keys')
+    assert len(commands) > 5 and all(re.match(r'    python compare\.py (--|config/)', line) for line in commands)
+
+
 def test_the_half_of_an_odd_run_is_rounded_up_so_that_its_checkpoint_is_kept():
     keys = entries({'max_iters': 21}, strategies=['ddp'], resume_check=True)['ddp']['overrides']
     assert (keys['checkpoint_interval'], keys['keep_checkpoints']) == (11, 2), 'steps 11 and 21'

@@ -327,8 +327,8 @@ def test_a_list_takes_the_words_after_its_bare_flag(run, error):
     assert run('--layers', 'a,b')['layers'] == ['a', 'b']
     assert '--layers needs a value' in error('--layers')
     assert "'c' is neither" in error('--layers=a', 'c')
-    assert 'did you mean --layers=a,b,c ?' in error('--layers=a,b', 'c')
-    assert 'did you mean --layers=a,c ?' in error('--layers=a,', 'c')
+    assert 'did you mean --layers=a,b,c?' in error('--layers=a,b', 'c')
+    assert 'did you mean --layers=a,c?' in error('--layers=a,', 'c')
 
 
 @pytest.mark.parametrize(
@@ -405,9 +405,9 @@ def test_a_key_that_has_moved_names_its_new_script(tmp_path):
 
 
 def test_a_stray_word_is_refused_with_what_was_meant(error):
-    assert 'did you mean --batch_size=4 ?' in error('--batch_size', '4')
-    assert 'did you mean --use_bias=False ?' in error('--use_bias', 'False')
-    assert 'did you mean --batch_size=4 ?' in error('batch_size=4')
+    assert 'did you mean --batch_size=4?' in error('--batch_size', '4')
+    assert 'did you mean --use_bias=False?' in error('--use_bias', 'False')
+    assert 'did you mean --batch_size=4?' in error('batch_size=4')
     assert re.search("'what' .*config file", error('what'))
 
 
@@ -417,9 +417,10 @@ def test_a_word_without_a_key_is_taken_for_a_config_file_or_the_first_path():
         ('compare.py', 'sft_chat.yaml', 'config/sft_chat.py'),
         ('download_model.py', 'meta-llama/Llama-3.2-3B', '--model=meta-llama/Llama-3.2-3B'),
         ('report.py', 'docs', '--out_dir=docs'),
+        ('compare.py', 'docs', '--plot docs'),
     ):
         said = run_script(script, word, check=False).stderr
-        assert said.endswith(f'neither a config file (*.py) nor --key=value; did you mean {meant} ?\n'), said
+        assert said.endswith(f'neither a config file (*.py) nor --key=value; did you mean {meant}?\n'), said
     said = run_script('download_model.py', '--model=a/b', '--output-dir', 'x', check=False).stderr
     assert 'here it is to: the folder to download into' in said
 

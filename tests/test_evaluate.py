@@ -321,7 +321,8 @@ def test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding(m
     assert any('stop' in row for row in rows)
     hits = [any(answer in text for answer in 'aen') for text in expected]
     assert results[0]['acc'] == pytest.approx(statistics.mean(hits)) and 'acc_stderr' in results[0]
-    assert re.search(r'^prompts: acc \d\.\d{4} ± \d\.\d{4} \(13 items, [\d.]+ answers/s\)', text, re.MULTILINE)
+    line = r'^prompts: acc \d\.\d{4} ± \d\.\d{4} \(13 items, (without the chat template, )?[\d.]+ answers/s\)'
+    assert re.search(line, text, re.MULTILINE)
     for shard, nproc in (('none', 2), ('torch', 3), ('manual', 2)) if name in ('native', 'gpt2') else ():
         keys = ['--batch_size=3', f'--shard={shard}']
         others = evaluate(out_dir, [prompts], tmp_path / f'{shard}{nproc}', *keys, nproc=nproc)
@@ -919,3 +920,8 @@ def test_what_has_learned_chats_is_asked_and_stops_as_it_has_learned(tmp_path):
     assert before.stop_tokens == [256] and after.stop_tokens == rewarded.stop_tokens == [256, 258]
     messages = [{'role': role, 'content': role} for role in ('system', 'user')]
     assert after.chat(messages, {}) == before.chat([{'role': 'user', 'content': 'system\n\nuser'}], {})
+    for wanted, is_asked, says in ((None, False, '--the_key makes a message of it'), (False, False, None)):
+        chat, lines = before.chat_for('the_key', wanted)
+        assert (chat is not None) == is_asked and bool(lines) == bool(says) and (not says or lines[0].endswith(says))
+    assert before.stop_tokens == [256] and after.chat_for('the_key', None) == (after.chat, [])
+    assert before.chat_for('the_key', True) == (before.chat, []) and before.stop_tokens == [256, 258]

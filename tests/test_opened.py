@@ -20,7 +20,7 @@ from short import slow_but
 
 from runtime import checkpoint
 from runtime.first_weights import run_or_export
-from runtime.opened import language_of_run
+from runtime.opened import language_of_run, open_model
 from text.control_tokens import plain
 
 KEYS = [*TINY_RUN, '--dtype=float32', '--batch_size=4', '--block_size=64', '--global_batch_size=4', '--max_iters=4']
@@ -35,7 +35,7 @@ RUNS = {
     'pairs': ('train_dpo.py', ['--init_from={}/chat', '--dataset=pairs', '--learning_rate=6e-4']),
     'rewards': (
         'train_grpo.py',
-        ['--init_from={}/chat', '--prompts={}/asked.jsonl', '--prompts_chat', '--prompts_per_step=1'],
+        ['--init_from={}/chat', '--prompts={}/asked.jsonl', '--prompts_per_step=1'],
     ),
     'tuned': ('train_ddp.py', ['--init_from={}/folder', '--dataset=folder_chats', '--rope_theta=500']),
     'lora': (
@@ -158,6 +158,47 @@ def test_a_run_begins_with_the_last_validation_loss_of_the_one_it_begins_from(pl
     begins = column(tmp_path / 'run', 'val_loss')[0]
     ended = column(place / made_of, 'val_loss')[-1]
     assert begins == ended
+
+
+@pytest.mark.parametrize('kind', ['chat', 'tuned'])
+def test_a_run_on_text_that_begins_with_chats_still_knows_them(place, kind, tmp_path):
+    """The runs' scores, evaluate.py, sample.py and the export ask as the model has learned, and stop as it has."""
+    run, dataset = tmp_path / 'run', {'chat': 'more_text', 'tuned': 'folder_text'}[kind]
+    keys = f'--data_dir={place}/data', f'--dataset={dataset}', f'--eval_tasks={place}/asked.jsonl'
+    said = fork_script('train_ddp.py', *KEYS, *keys, f'--init_from={place}/{kind}', f'--out_dir={run}')[0].stdout
+    assert '(1 item, by the chat template, ' in said
+    assert evaluate(tmp_path, 'run', f'--tasks={place}/asked.jsonl')['chat_template']
+    as_text = f'--tasks={place}/tasks.jsonl', '--apply_chat_template=False'
+    assert 'chat_template' not in evaluate(tmp_path, 'run', *as_text)
+    fork_script('export_model.py', f'--out_dir={run}', f'--to={tmp_path}/export')
+    ends = json.loads((tmp_path / 'export' / 'generation_config.json').read_text())['eos_token_id']
+    language = open_model(str(run)).language()
+    assert {*language.end_of_answer()} <= {*(ends if isinstance(ends, list) else [ends])}
+    asked = sample(tmp_path, 'run', '--prompt=q7')
+    assert asked == sample(tmp_path, 'run', '--prompt=q7', '--chat')
+
+
+def test_rewards_are_earned_in_the_form_that_was_learned(place):
+    assert checkpoint.read_state(checkpoint_of(place / 'rewards', 4))['config']['prompts_chat'] is True
+    assert 'and writes 8 answers to each, by the chat template; the reward is acc' in SAID['run rewards']
+
+
+def test_who_asks_through_a_template_stops_at_its_end_of_a_turn(place):
+    language = open_model(str(place / 'chat')).language()
+    (end,) = language.end_of_answer()
+    opened = open_model(str(place / 'chat'))
+    opened.keys['chats'] = False  # as of a run of an earlier version that has begun from chats
+    language = opened.language()
+    assert end not in language.stop_tokens
+    chat, _ = language.chat_for('apply_chat_template', True)
+    assert chat and end in language.stop_tokens
+
+
+def test_a_folder_with_a_template_is_scored_as_text_and_says_so(place, tmp_path):
+    command = 'evaluate.py', f'--out_dir={place}/folder', f'--tasks={place}/asked.jsonl', '--device=cpu'
+    (said,) = fork_script(*command, f'--results={tmp_path}/results.jsonl')
+    assert 'here a text is continued: --apply_chat_template makes a message of it' in said.stdout
+    assert '(1 item, without the chat template, ' in said.stdout
 
 
 LAYOUTS = {

@@ -177,6 +177,8 @@ def test_an_answer_names_the_owner_of_a_key_that_the_script_lacks(script):
         for key in {*re.findall(r'`(\w+)', answer)} - {*KNOBS[script]}:
             # download_model.py knows better what an output_dir is there: the key `to`, of its own.
             own = {'output_dir', 'local_dir'} if 'to' in KNOBS[script] else set()
+            if key == 'init_from' and answer.startswith('`init_from`') and 'out_dir' in KNOBS[script]:
+                continue  # there it is out_dir, as the next test has it
             flag = next((flag for flag in flags if flag not in {*KNOBS[script], *own}), None)
             if flag and key in every:
                 assert re.search(rf'\b{key}(=[\w,]+)?(, \w+)* of \w+\.py', says(flag, script)), (
@@ -203,7 +205,24 @@ def test_an_answer_names_the_owner_of_a_key_that_the_script_lacks(script):
         ('train_dpo.py', 'dpo_beta', 'here it is beta, 0.1'),
         ('train_dpo.py', 'fsdp_cpu_offload', 'here it is cpu_offload=params, or'),
         ('train_grpo.py', 'load_best_model_at_end', 'here it is keep_best of train_ddp.py'),
-        ('evaluate.py', 'model', 'for evaluate.py and sample.py it is --out_dir'),
+        ('evaluate.py', 'model', 'here it is out_dir: a run of any train script, or a Hugging Face folder'),
+        ('sample.py', 'init_from', 'here it is out_dir: a run, or a Hugging Face folder'),
+        ('sample.py', 'source', "nanochat's base, sft and rl are runs here, out_dir"),
+        ('train_grpo.py', 'num_samples', 'here it is num_generations'),
+        ('train_grpo.py', 'examples_per_step', 'here it is prompts_per_step'),
+        ('evaluate.py', 'task-name', 'here it is tasks'),
+        ('evaluate.py', 'max-problems', 'here it is limit'),
+        ('sample.py', 'port', 'here it is web'),
+        ('sample.py', 'model_step', 'here it is step'),
+        ('sample.py', 'max_length', 'max_new_tokens of sample.py'),
+        ('sample.py', 'num_return_sequences', 'here it is num_samples'),
+        ('sample.py', 'system_prompt', 'here it is system'),
+        ('sample.py', 'do_sample', 'here it is temperature'),
+        ('train_ddp.py', 'dataset_name', 'here it is dataset'),
+        ('train_ddp.py', 'use_peft', 'here it is lora_rank'),
+        ('train_ddp.py', 'dataset_train_split', 'here it is source_split of prepare_data.py'),
+        ('train_ddp.py', 'model_revision', 'here it is revision of download_model.py'),
+        ('train_ddp.py', 'bos_token', 'not here: special tokens are those'),
         ('prepare_data.py', 'max_seq_length', 'here it is block_size of train_ddp.py'),
     ],
 )

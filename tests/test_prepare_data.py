@@ -556,9 +556,7 @@ def test_a_test_split_beside_the_one_to_train_on_is_named(tmp_path):
     assert sources.find_source(str(tmp_path)).line is None
     (tmp_path / 'train-0.jsonl').write_text(json.dumps({'text': 'one'}))
     line = sources.find_source(str(tmp_path)).line
-    assert (
-        line.startswith('WARNING: 1 files with the names of a test or ') and f'{tmp_path}/test-0.jsonl; to hold' in line
-    )
+    assert line.startswith('WARNING: 1 file named like a test or ') and f'{tmp_path}/test-0.jsonl; to hold' in line
 
 
 def test_a_table_without_a_text_in_any_row_and_one_with_a_column_twice_are_named(tmp_path):
@@ -1199,7 +1197,7 @@ def test_tasks_are_made_from_the_hub_and_pinned(fake_hub, tmp_path):
     jar = {'goal': 'open a jar', 'sol1': 'pull it', 'sol2': 'twist it', 'label': 1}
     publish(validation=[jar], train=[{**jar, 'label': 0}] * 3)
     for _ in range(2):  # the second time it is the same
-        assert f'1 items of baber/piqa, validation, {REVISION}' in make().stdout
+        assert f'1 item of baber/piqa, validation, {REVISION}' in make().stdout
     item = {'context': 'Question: open a jar\nAnswer:', 'choices': ['pull it', 'twist it'], 'gold': 1}
     assert json.loads((tmp_path / 'tasks' / 'piqa.jsonl').read_text()) == item
     assert (tmp_path / 'tasks' / 'piqa.fewshot.jsonl').read_text().count('"gold": 0') == 3

@@ -31,6 +31,13 @@ def bash(*command, folder, **env):
     return subprocess.run(['bash', *command], cwd=folder, env=env, capture_output=True, text=True, timeout=1200)
 
 
+@pytest.mark.parametrize('script', ['quickstart.sh', 'whole_way.sh'])
+def test_help_shows_the_top_of_the_script_and_starts_nothing(script, tmp_path):
+    result = bash(str(REPO / script), '--max_iters=2', '--help', folder=tmp_path)
+    assert result.returncode == 0 and f'    bash {script} --max_iters=' in result.stdout and not result.stderr
+    assert '#!' not in result.stdout and 'setup_env' not in result.stdout
+
+
 @pytest.mark.slow
 def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
     short = ['quickstart.sh', '--max_iters=3', '--eval_sequences=8', '--warmup_iters=1']

@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
         (['--data_dir=elsewhere'], '--data_dir=FOLDER'),
         (['--tokenizer=gpt3'], 'gpt2'),
         (['--prompt=FILE:none.txt'], 'none.txt'),
-        (['--chat'], 'leave --chat out'),
+        (['--chat'], 'leave chat out'),
         (['--system=Be brief.'], 'leave it out'),
     ],
 )
@@ -374,7 +374,7 @@ def test_a_conversation_over_a_pipe_remembers_what_was_said(chat_model, start, t
     finally:
         process.kill()
     assert rest == b'' and process.returncode == 0
-    assert 'the model 64 positions: /reset begins anew\n' in notes.decode()
+    assert 'the model 64 positions: /reset starts over\n' in notes.decode()
     assert 'Traceback' not in notes.decode()
 
 
@@ -555,7 +555,7 @@ def test_a_bytes_tokenizer_streams_what_it_says_at_once():
         (['--out_dir=ADAPTER'], 'is an adapter of peft for the model base'),
         (['--out_dir=EMPTY'], 'no weights, model.safetensors'),
         (['--out_dir=none/such/folder'], 'none/such/folder'),
-        (['--out_dir=PLAIN', '--chat'], 'has no chat template: leave --chat out$'),
+        (['--out_dir=PLAIN', '--chat'], 'has no chat template: leave chat out$'),
         (['--out_dir=MODEL', '--system=x'], '--chat makes a message of it$'),
         (['--out_dir=MODEL', '--prompts=SYSTEM'], '--chat makes a message of it$'),
         (['--out_dir=MODEL', '--prompts=LONG'], 'prompt 2 has 64 tokens, the model 64 positions: shorten it$'),

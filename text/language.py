@@ -36,10 +36,11 @@ class Language:
     tokenizer: reads and writes plain text. folder: where it is. prefix: the id before what is scored from its first
     token on. stop_tokens: the ids that end what the model writes. kwargs: variables for the chat template, unless a
     conversation has its own. fold_system: the model has learned system messages as part of the user's.
+    has_learned_chats: the model has been trained on conversations.
     """
 
-    def __init__(self, tokenizer, folder, chat_template_kwargs=None, fold_system=False):
-        self.tokenizer, self.folder = tokenizer, folder
+    def __init__(self, tokenizer, folder, chat_template_kwargs=None, fold_system=False, has_learned_chats=False):
+        self.tokenizer, self.folder, self.has_learned_chats = tokenizer, folder, has_learned_chats
         self.kwargs, self.fold_system = chat_template_kwargs or {}, fold_system
 
     @property
@@ -79,11 +80,20 @@ class Language:
         message, that is left out, as in lm-evaluation-harness."""
         return self.ask({**of_chat, 'messages': messages}, lambda messages: messages[messages[0]['role'] == 'system' :])
 
-    def chat_for(self, key):
-        """chat(), for the key that asks for it. Raises ValueError if there is no template."""
-        if not self.has_template:
+    def chat_for(self, key, wanted):
+        """(chat(), or None where texts are continued; lines for the log). wanted: the value of `key`; None = chat() if
+        the model has learned conversations. Raises ValueError if there is no template for what is wanted."""
+        if wanted and not self.has_template:
             raise ValueError(f'{key}=True: the tokenizer in {self.folder} has no chat template: leave {key} out')
-        return self.chat
+        if wanted or (wanted is None and self.has_learned_chats and self.has_template):
+            self.stop_after_answers()
+            return self.chat, []
+        if wanted is None and self.has_learned_chats:
+            return None, [f'WARNING: the model has learned conversations, and {self.folder} lacks their chat template']
+        if wanted is None and self.has_template:
+            hint = f'{self.folder} has a chat template, and here a text is continued: --{key} makes a message of it'
+            return None, [hint]
+        return None, []
 
     def encode_chats(self, texts):
         """[ids of each text that chat() has written, perhaps with an answer behind it]. The template has written all

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from layout import counted
 from system.errors import one_line
 from system.files import LFS_POINTER, bare_name, read_json, sha256_of, write_file
 from text.chat_rows import (
@@ -344,7 +345,7 @@ def _held_out(parts):
     if not held_out or not called('train'):
         return None
     names = one_line(', '.join(held_out[:3])) + (', ...' if len(held_out) > 3 else '')
-    given = f'WARNING: {len(held_out):,} files with the names of a test or validation split are learned, too: {names}'
+    given = f'WARNING: {counted(len(held_out), "file")} named like a test or validation split will be learned: {names}'
     return f'{given}; to hold them out, give a folder without them'
 
 

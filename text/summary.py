@@ -11,6 +11,7 @@ import numpy as np
 
 from dataset.mixture import MAX_EPOCHS
 from dataset.shards import AS_END, FIRST, LEARNED, read_shard
+from layout import counted
 from system.files import is_run, read_json
 from text.conversations import marked_text
 from text.documents import in_words
@@ -51,7 +52,7 @@ def print_summary(meta, folder, config):
     for split, totals in meta['splits'].items():
         print(
             f'{split:5}  {totals["tokens"]:,} tokens of {totals["bytes"]:,} bytes of text '
-            f'({totals["bytes"] / totals["tokens"]:.3f} bytes/token), {totals["documents"]:,} documents, '
+            f'({totals["bytes"] / totals["tokens"]:.3f} bytes/token), {counted(totals["documents"], "document")}, '
             f'shards: {len(totals["shards"])}'
         )
         if meta.get('masked'):

@@ -243,6 +243,9 @@ def test_another_configuration_is_refused_with_both_values():
         said = rf'model.n_layer=4, this run has 6 \({who}\): go on with --n_layer=4, or use another --out_dir'
         with pytest.raises(ValueError, match=said):
             identity.refuse_another(saved, {**same, 'model': {'n_layer': 6}}, {'n_layer': 6}, explicit)
+    with pytest.raises(ValueError, match=r'n_layer=4, this run has 6 \(from init_from=a\): go on'):
+        keys = {'n_layer': 6, 'init_from': 'a'}
+        identity.refuse_another(saved, {**same, 'model': {'n_layer': 6}}, keys, {})
     with pytest.raises(ValueError, match=r"data='abc', this run has 'xyz' \(nobody set it\): use another --out_dir"):
         identity.refuse_another(saved, {**same, 'data': 'xyz'}, {'n_layer': 6}, {})
 
