@@ -35,6 +35,8 @@ from runtime.first_weights import find_beginning, open_init_from
 from runtime.identity import check_resume, identity_of
 from system import collectives, devices, errors, processes, stopping
 
+FLOPS_OF_CORE = 5e10  # per second, in float32, roughly
+
 
 @dataclass
 class Run:
@@ -380,7 +382,16 @@ def make_model(run):
     if config.compile and run.on_cuda:  # on a CPU the loss is faster uncompiled
         model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
     run.flops_per_token, run.parameter_counts = model.flops_per_token(), model.parameter_counts()
+    if config.init_from == 'scratch' and not (run.on_cuda or config.eval_only):
+        flops = run.flops_per_token * run.tokens_per_step / run.world_size / torch.get_num_threads()
+        run.notes += line_of_slow_steps(flops / FLOPS_OF_CORE)
     return model
+
+
+def line_of_slow_steps(seconds):
+    """A warning for whoever has started the default model on a CPU; none if a step takes at most ten seconds."""
+    quick = '`python train_ddp.py config/quickstart.py` trains a model of the size for one in minutes'
+    return [f'WARNING: a step takes about {seconds:.0f} s on this CPU: {quick}'] if seconds > 10 else []
 
 
 def transformers_model(run):

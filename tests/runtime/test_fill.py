@@ -17,6 +17,12 @@ def test_the_batch_line_multiplies_out():
     assert '8 sequences x 16 micro-steps x 4 ranks = 512 sequences' in line and '1,048,576 tokens per step' in line
 
 
+def test_a_model_too_large_for_a_cpu_is_warned_of_before_its_first_step():
+    assert begin.line_of_slow_steps(9) == []
+    (line,) = begin.line_of_slow_steps(61.2)
+    assert line.startswith('WARNING: a step takes about 61 s on this CPU: `python train_ddp.py config/quickstart.py`')
+
+
 def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
     config |= {'eval_sequences': 160, 'eval_only': False, 'trace_step': 0, 'trace_memory': False, 'device': 'cpu'}
