@@ -81,9 +81,11 @@ def check_resume(saved, keys, identity, explicit):
     then['model'] = {**of_earlier_versions, **then.get('model', {})}
     refuse_another(then, {**identity, 'data': now_is}, keys, explicit)
     if step > keys['max_iters'] and not keys['eval_only']:
+        by_epochs = explicit.get('max_iters') != 'command line' and 'num_epochs' in explicit and keys['num_epochs']
+        length, key = (f' of num_epochs={by_epochs}', 'num_epochs') if by_epochs else ('', 'max_iters')
         raise ValueError(
-            f'out_dir={keys["out_dir"]} is at step {step}, beyond max_iters={keys["max_iters"]}: go on with a larger '
-            '--max_iters, or begin another run in another --out_dir'
+            f'out_dir={keys["out_dir"]} is at step {step}, beyond max_iters={keys["max_iters"]}{length}: go on with a '
+            f'larger --{key}, or begin another run in another --out_dir'
         )
     changed = [f'{key} {before[key]} -> {now[key]}' for key in now if key in before and before[key] != now[key]]
     if not changed:

@@ -272,6 +272,8 @@ def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
     assert 'WARNING: the share of the long momentum jumps from 7.50e-01 to 3.75e-01 at step 75' in lines(max_iters=200)
     with pytest.raises(ValueError, match='out_dir=a .* 75, .*max_iters=3: .*--out_dir'):
         lines(max_iters=3)
+    with pytest.raises(ValueError, match='beyond max_iters=3 of num_epochs=1: go on with a larger --num_epochs, or'):
+        identity.check_resume(saved, {**before, 'max_iters': 3, 'num_epochs': 1}, {}, {'num_epochs': 'command line'})
     assert lines(max_iters=3, eval_only=True)
 
 
