@@ -444,7 +444,9 @@ def choose_val_hashes():
     refuse_left_out(notes, n_kept)
     if len(sizes) < 2:
         why = f' (left out: {in_words(left_out_of(notes))})' if left_out_of(notes) else ''
-        advice = 'give a text file by itself, as --dataset=FILE, of which the end is held out, or use --val_fraction=0'
+        advice = 'use --val_fraction=0'
+        if not source.chat:
+            advice = f'give a text file by itself, as --dataset=FILE, of which the end is held out, or {advice}'
         raise ValueError(
             f'dataset={config.dataset} is not two different {"prompts" if config.pairs else "documents"}{why}, to be '
             f'split by a hash: {advice}'
@@ -513,7 +515,11 @@ if not is_resumed:
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
 dtype = encoding.dtype_for(encoder.vocab_size)
-print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {short_rule}')
+fewer = ' (the text has no more pairs to merge)' * (
+    config.tokenizer == 'bpe' and encoder.vocab_size < config.vocab_size
+)
+size = f'{encoder.vocab_size:,} tokens{fewer}, {dtype.name}'
+print(f'tokenizer {config.tokenizer}: {size}; validation split: {short_rule}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
 warm_ups = warm_ups or warm_up_workers()

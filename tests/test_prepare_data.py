@@ -1000,8 +1000,25 @@ def test_a_file_of_rows_without_the_field_of_the_others_is_refused_and_settings_
 def test_one_document_cannot_be_split_by_hash(tmp_path):
     (tmp_path / 'one.jsonl').write_text(json.dumps({'text': 'alone'}))
     assert 'two different' in error_of(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes')
+    (tmp_path / 'one.jsonl').write_text(2 * (json.dumps({'prompt': 'a', 'completion': 'b'}) + '\n'))
+    line = error_of(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes')
+    assert 'two different' in line and line.rstrip().endswith('split by a hash: use --val_fraction=0')
+    (tmp_path / 'one.jsonl').write_text(json.dumps({'text': 'alone'}))
     prepare(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes', '--val_fraction=0')
     assert list(meta_of(tmp_path / 'data' / 'one-bytes')['splits']) == ['train']
+
+
+def test_rows_of_prompts_are_for_rewards(tmp_path):
+    (tmp_path / 'asked.jsonl').write_text(json.dumps({'prompt': 'a', 'level': 'b'}) + '\n')
+    with pytest.raises(ValueError, match='prompts alone are learned by `python train_grpo.py --prompts=FILE`$'):
+        sources.find_source(str(tmp_path / 'asked.jsonl'))
+
+
+def test_rows_of_both_kinds_in_a_file_name_it_once(tmp_path):
+    rows = {'prompt': 'a', 'completion': 'b'}, {'text': 'c'}
+    (tmp_path / 'both.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    with pytest.raises(ValueError, match='both.jsonl holds conversations, and also texts: --chat=True reads'):
+        sources.find_source(str(tmp_path / 'both.jsonl'))
 
 
 def test_what_cannot_be_read_is_left_out_and_named(tmp_path):

@@ -368,9 +368,10 @@ def _lack_of(text_field, fields):
     missing = next((name for name in fields_of(text_field) if fields and name not in fields), None)
     if missing is None:
         return None
+    prompts = '; prompts alone are learned by `python train_grpo.py --prompts=FILE`' * ('prompt' in fields)
     return (
         f'has no field {missing!r}, choose with --text_field; it has: {_listed(fields)}; '
-        f'{OTHER_FIELDS} reads conversations'
+        f'{OTHER_FIELDS} reads conversations{prompts}'
     )
 
 
@@ -717,8 +718,9 @@ def _are_conversations(rows_of):
     if both:
         print("rows have a field 'text' beside a conversation, and it is read: --chat=True takes the conversation")
     elif chats and texts:
+        chat, text = next(iter(chats)), next(iter(texts))
         raise ValueError(
-            f'{next(iter(chats))} holds conversations, and {next(iter(texts))} texts: --chat=True reads the first, '
+            f'{chat} holds conversations, and {"also" if text == chat else text} texts: --chat=True reads the first, '
             '--text_field=text the second'
         )
     return bool(chats) and not both

@@ -103,7 +103,9 @@ def next_commands(meta, least, config):
     if meta.get('pairs'):
         return [f'python train_dpo.py config/way_dpo.py {begin} {data} {new}']
     if meta.get('masked'):
-        return [f'python train_ddp.py config/way_chat.py {begin} {data} {new}']
+        steps = 3 * meta['splits']['train']['tokens'] // (8 * 256)  # of that recipe, which warms up for 50 of them
+        warmup = '' if steps >= 500 else f' --warmup_iters={steps // 10}'
+        return [f'python train_ddp.py config/way_chat.py {begin} {data} {new}{warmup}']
     block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
     tokens = meta['splits']['train']['tokens']
     if is_run(config.tokenizer):  # it goes on reading

@@ -552,6 +552,7 @@ def test_a_prepared_dataset_holds_tokens_masks_and_totals(chatml, tmp_path):
     assert re.search(f'longest .* {totals["longest"]:,} tokens', result.stdout)
     place = f'--dataset=chats --data_dir={tmp_path}/data --out_dir=out/chats'
     assert f'next: python train_ddp.py config/way_chat.py --init_from=OUT_DIR {place}' in result.stdout
+    assert f'{place} --warmup_iters={3 * n // 2048 // 10}\n' in result.stdout  # a tenth of its three epochs
     text, parts = conversations_of(dataset, 'train')[0]
     for part in parts:
         text = text.replace(f'assistant\n{part}', f'assistant\n【{part}】')
