@@ -24,12 +24,13 @@ def open_init_from(run):
     """Find what init_from names: run.start, the Opened of an earlier run or of an export that model.py computes, or
     else run.pretrained, a Hugging Face folder, or neither. It gives the model's keys their values. No weights are read
     yet. A run that has fine-tuned a folder gives both: run.pretrained has its shape, run.start its weights."""
-    from runtime.opened import Opened, open_model
-
     config = run.config
+    config.chats = False
     if config.init_from == 'resume':  # nanoGPT's
         raise ValueError('init_from=resume: leave it out, since a run goes on from the checkpoints in its out_dir')
     if config.init_from != 'scratch' and (name := run_or_export(config)):
+        from runtime.opened import open_model
+
         run.start = open_model(name, trust_remote_code=config.trust_remote_code, key='init_from')
         take_from(run.start, config, run.explicit, run.learns_from)
         config.fold_system = run.start.keys.get('fold_system', False)
@@ -39,8 +40,10 @@ def open_init_from(run):
     check_frozen_dtype(run)
     if config.init_from != 'scratch' and not (run.start and run.start.model_config):
         run.pretrained = open_folder(run)
-    begun = run.start or (run.pretrained and Opened(config.init_from, run.pretrained.folder))
-    config.chats = bool(begun and begun.has_learned_chats)
+    if run.start or run.pretrained:
+        from runtime.opened import Opened
+
+        config.chats = (run.start or Opened(config.init_from, run.pretrained.folder)).has_learned_chats
     if config.native and (config.lora_rank or config.freeze):
         key = 'lora_rank' if config.lora_rank else 'freeze'
         raise ValueError(

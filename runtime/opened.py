@@ -74,7 +74,7 @@ class Opened:
     @property
     def has_learned_chats(self):
         if not self.keys:  # export_model.py writes it
-            return read_json(os.path.join(self.folder, 'config.json'), dict, 'copy it again').get(LEARNED_CHATS, False)
+            return read_json(os.path.join(self.folder, 'config.json'), dict, 'copy it again').get(LEARNED_CHATS) is True
         before = self.keys.get('packed') if self.pretrained else False  # of earlier versions
         return bool(self.keys.get('chats', before) or self.keys.get('prompts_chat'))
 
