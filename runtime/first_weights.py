@@ -107,7 +107,8 @@ def find_beginning(run):
     holds = f'out_dir={config.out_dir} holds a run that began {began}'
     if there and not saved and was != 'scratch':  # an earlier version kept no fingerprint
         return None, [f'WARNING: {holds}, and goes on: if init_from={given} holds other weights, they are not used']
-    what = '' if given == 'scratch' else ' holds other weights' if there else ' is not there'
+    what = ' holds other weights' if there else ' holds no weights' if os.path.isdir(given) else ' is not there'
+    what = '' if given == 'scratch' else what
     raise ValueError(f'{holds}, and init_from={given}{what}: use another --out_dir, or --init_from={was}')
 
 

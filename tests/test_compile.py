@@ -149,6 +149,7 @@ def test_on_a_gpu_the_loss_is_one_graph_and_the_same_number(monkeypatch, on_cuda
     tokens, losses = torch.randint(64, (2, 8)), []
     for compiles in (False, True):
         keys = SimpleNamespace(compile=compiles, activation_checkpointing='none', native=False, matmul_dtype=None)
+        keys.init_from, keys.eval_only = 'scratch', True
         shape = ModelConfig(arch='llama', **SHAPE)
         run = SimpleNamespace(
             config=keys, pretrained=None, model_config=shape, compute_dtype=torch.bfloat16, on_cuda=on_cuda

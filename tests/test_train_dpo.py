@@ -26,7 +26,7 @@ from post_training import (
     run_cases,
     step_of_trl,
 )
-from precision import FLOOR_IN_HALF, TIMES, apart, assert_as_close_to_float64, assert_same_run, times_further
+from precision import TIMES, apart, assert_as_close_to_float64, assert_same_run, times_further
 from prepared import error_of, meta_of, prepare, tokens_of
 from pretrained import VOCABULARY, save_model
 from short import slow_but
@@ -54,6 +54,9 @@ RUN = [
 ]
 RUN += ['--device=cpu', '--dtype=float32', '--learning_rate=1e-3', '--lr_schedule=constant', '--weight_decay=0']
 RUN += ['--log_interval=1', '--eval_interval=2', '--eval_sequences=8', '--checkpoint_interval=2', '--compile=False']
+# As FLOOR, in bf16. A loss is the mean over a few hundred tokens, each rounded by half an eps, and these average out to
+# about this.
+FLOOR_IN_HALF = torch.finfo(torch.bfloat16).eps / 16
 FACTS = 'loss grad_norm rewards/chosen rewards/rejected rewards/margins logps/chosen logps/rejected'.split()
 
 

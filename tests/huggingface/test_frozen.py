@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -199,17 +198,19 @@ def test_a_frozen_part_without_lora_is_saved_in_float32_and_read_by_all(models, 
     for key, tensor in saved.items():
         assert tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key]), key
     assert saved['model.model.embed_tokens.weight'].dtype == torch.float32
-    base = tmp_path / 'base'  # without the weights that it began with
-    shutil.copytree(models / 'llama_64', base)
-    (base / 'model.safetensors').unlink()
-    for number, (other, nproc, changes) in enumerate([('ddp', 3, []), ('torch', 1, ['--frozen_dtype=float32'])]):
-        out_dir = as_of_step(2, whole, tmp_path / f'out{number}')
-        keys = [*RUN, *freeze, f'--init_from={base}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
-        start(other, *keys, *changes, nproc=nproc)
-        assert_same_run(column(out_dir, 'loss'), column(whole, 'loss'))
-        after = tensors_of(checkpoint_of(out_dir, STEPS))
-        key = 'model.model.layers.0.mlp.up_proj.weight'
-        assert torch.equal(after[key], saved[key])
+    begun = models / 'llama_64'
+    weights = (begun / 'model.safetensors').rename(tmp_path / 'aside')  # which the run needs no longer
+    try:
+        for number, (other, nproc, changes) in enumerate([('ddp', 3, []), ('torch', 1, ['--frozen_dtype=float32'])]):
+            out_dir = as_of_step(2, whole, tmp_path / f'out{number}')
+            keys = [*RUN, *freeze, f'--init_from={begun}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
+            start(other, *keys, *changes, nproc=nproc)
+            assert_same_run(column(out_dir, 'loss'), column(whole, 'loss'))
+            after = tensors_of(checkpoint_of(out_dir, STEPS))
+            key = 'model.model.layers.0.mlp.up_proj.weight'
+            assert torch.equal(after[key], saved[key])
+    finally:
+        weights.rename(begun / 'model.safetensors')
 
 
 # --- what reads a run -------------------------------------------------------------------------------------------------

@@ -123,8 +123,9 @@ def save_as_earlier_versions_did(model, source, out_dir):
     state = checkpoint.read_state(source)
     opt = optim.from_config(raw, SimpleNamespace(**state['config']), torch.device('cpu'))
     checkpoint.load(source, raw, opt, share=Share(of_base=lora.names_of_base(raw)))
-    for key in ('base', 'best'):
+    for key in ('base', 'best', 'begun'):
         del state[key]
+    state['config']['init_from'] = model
     for key in ('lora_dropout', 'lora_rslora', 'modules_to_save'):
         state['identity']['model'].pop(key, None)
         del state['config'][key]
