@@ -93,16 +93,16 @@ OF_64 = {
 }
 
 
-def save_model(folder, kind, dtype=torch.float32, **changes):
-    """Save a model and a tokenizer of bytes with a chat template. Weights are random, and large enough that logits
-    differ. Returns the folder."""
+def save_model(folder, kind, dtype=torch.float32, draw=0, **changes):
+    """Save a model and a tokenizer of bytes with a chat template. Weights are random, others for another `draw`, and
+    large enough that logits differ. Returns the folder."""
     import transformers
 
     name, sizes = (MODELS | MORE_MODELS | HYBRID | OF_64 | OF_LENGTH | MULTIMODAL)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
     sizes = {'vocab_size': VOCABULARY, 'initializer_range': 0.1} | special | sizes | changes
     config = getattr(transformers, name)(**sizes)
-    torch.manual_seed(len(kind))
+    torch.manual_seed(len(kind) + 100 * draw)
     transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}
     bpe = byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
