@@ -217,14 +217,21 @@ def test_the_tokenizer_of_bytes_comes_along(export, data_dir):
 
 
 @pytest.mark.slow
-def test_a_bpe_and_a_hugging_face_tokenizer_come_along(export, tmp_path):
+def test_a_bpe_and_a_hugging_face_tokenizer_come_along(tmp_path):
+    def exported(data_dir):
+        of_run, folder = f'--out_dir={data_dir / "run"}', data_dir / 'exported'
+        keys = [*TINY_MODEL, *TINY_RUN, *TRAIN, *RUNS['llama_tied'][1], f'--data_dir={data_dir}', of_run]
+        run_script('train_ddp.py', *keys, '--max_iters=1', '--vocab_size=None', '--eval_sequences=0')
+        run_script('export_model.py', of_run, f'--to={folder}')
+        return folder
+
     for source in sorted(Path(os.__file__).parent.glob('a*.py')):
         (tmp_path / 'text').mkdir(exist_ok=True)
         (tmp_path / 'text' / f'{source.stem}.txt').write_bytes(source.read_bytes())
     prepare = [f'--dataset={tmp_path / "text"}', '--name=tiny', '--val_fraction=0']
     run_script('prepare_data.py', *prepare, '--tokenizer=bpe', '--vocab_size=400', f'--data_dir={tmp_path / "bpe"}')
     ours = tokenizer_of(tmp_path / 'bpe' / 'tiny')
-    folder, _ = export('llama_tied', f'--data_dir={tmp_path / "bpe"}')
+    folder = exported(tmp_path / 'bpe')
     theirs = loaded_tokenizer(folder)
     assert [theirs(text).input_ids for text in TEXTS] == [ours.encode(text) for text in TEXTS]
     assert theirs.eos_token_id == ours.eot
@@ -236,7 +243,7 @@ def test_a_bpe_and_a_hugging_face_tokenizer_come_along(export, tmp_path):
     adds_a_token.save(str(tmp_path / 'hugging_face' / 'tokenizer.json'))
     options = [f'--tokenizer={tmp_path / "hugging_face"}', f'--data_dir={tmp_path / "hf"}']
     run_script('prepare_data.py', *prepare, *options)
-    theirs = loaded_tokenizer(export('llama_tied', f'--data_dir={tmp_path / "hf"}')[0])
+    theirs = loaded_tokenizer(exported(tmp_path / 'hf'))
     assert [theirs(text).input_ids for text in TEXTS] == [[ours.eot, *ours.encode(text)] for text in TEXTS]
     assert theirs.eos_token_id == ours.eot
 

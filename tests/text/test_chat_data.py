@@ -824,10 +824,12 @@ def test_a_tree_of_every_kind_is_read_and_what_is_broken_is_named(tmp_path):
     (tree / 'custom.yaml').write_text('Ref: !Ref thing\n')
     result = prepare(tmp_path, f'--dataset={tree}', '--tokenizer=bytes', '--val_fraction=0')
     assert sorted(documents_of(tmp_path / 'data' / 'tree-bytes', 'train')) == sorted(
-        ['# markdown', 'plain text', 'T\nP\nQ', 'first', 'second\n2b', 'v1\nv2', 'el1', 'el2', 'once\nself']
-        + ['the text', 'A\nC', 'parquet row', 'arrow row']
+        ['# markdown', 'plain text', 'v1\nv2', 'el1', 'el2', 'once\nself', 'the text', 'parquet row', 'arrow row']
     )
     for said in (
+        f"{tree}/a/one.json: has no field 'text'",
+        f"{tree}/a/list.json: has no field 'text'",
+        f'{tree}/a/deep/rows.ndjson: rows without text, left out (1)',
         f'left out: {tree}/binary.bin: binary',
         f'{tree}/broken.json: not JSON',
         f'{tree}/broken.yaml: not YAML',
