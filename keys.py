@@ -172,7 +172,9 @@ class ShardingKeys:
     fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
     zero_stage = 3  # 1 (manual only) shards moments, 2 +gradients, 3 +weights; lower = gathered for longer [>= 1, <= 3]
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # keep moments or all state in host memory
-    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # gradients: less communication, or less memory
+    accumulate: Literal['unsharded', 'sharded'] = (
+        'unsharded'  # gradients: whole ones send less, shards need less memory
+    )
     blocks_per_unit = 1  # blocks gathered together: more = fewer, larger messages [>= 1]
     prefetch = 1  # manual: units gathered ahead of the current one; 0 = no overlap [>= 0]
 

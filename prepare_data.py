@@ -515,10 +515,10 @@ if not is_resumed:
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
 dtype = encoding.dtype_for(encoder.vocab_size)
-fewer = ' (the text has no more pairs to merge)' * (
-    config.tokenizer == 'bpe' and encoder.vocab_size < config.vocab_size
-)
-size = f'{encoder.vocab_size:,} tokens{fewer}, {dtype.name}'
+size = f'{encoder.vocab_size:,} tokens'
+if config.tokenizer == 'bpe' and encoder.vocab_size < config.vocab_size:
+    size += ' (the text has no more pairs to merge)'
+size += f', {dtype.name}'
 print(f'tokenizer {config.tokenizer}: {size}; validation split: {short_rule}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """
-The page to try an idea in: pretraining with all of it in sight, and the losses of train_ddp.py to the last digit.
+The page to try an idea in: pretraining with all of it in sight. On a CPU its losses are train_ddp.py's, bit for bit.
 
     python prepare_data.py                                            # 2.3M tokens of Python code
     python train_simple.py                                            # one process: a CPU or one GPU

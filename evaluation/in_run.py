@@ -30,8 +30,7 @@ class Evaluation:
     written at once, if they and their prompts have no more tokens than that. ranks_per_batch: how many ranks compute
     each batch together. as_chat: write the items with the tokenizer's chat template; None = if the model has learned
     conversations. chat_key: the script's key for that. reward: a Reward, by which prompts are judged, too. options: for
-    tasks.read_task(). Raises ValueError for a
-    bad row, and for a choice or a prompt that is longer than the window.
+    tasks.read_task(). Raises ValueError for a bad row, and for a choice or a prompt that is longer than the window.
     """
 
     def __init__(

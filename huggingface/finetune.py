@@ -129,7 +129,6 @@ class Pretrained:
 
     def __post_init__(self):
         self.weights_folder = self.weights_folder or self.folder
-        self.lora_targets = self.lora_targets.replace('all-linear', 'all')  # as peft says it
         folder, block_size = self.folder, self.block_size
         refuse_adapter(folder)
         transformers = transformers_offline()
@@ -316,15 +315,20 @@ class Pretrained:
             pretrained.base(base['init_from'], base, out_dir)
         return pretrained
 
+    @functools.cached_property
+    def fingerprint(self):
+        """That of the weights in its folder; see files.Weights."""
+        return Weights(self.weights_folder).fingerprint()
+
     def base(self, init_from, saved=None, where=None):
         """What a checkpoint of LoRA says about the weights that it leaves out: their folder, and a fingerprint.
 
         saved: what an earlier checkpoint, in `where`, says. Raises ValueError if the folder has other weights now."""
-        found = {'init_from': init_from, 'fingerprint': Weights(self.weights_folder).fingerprint()}
+        found = {'init_from': init_from, 'fingerprint': self.fingerprint}
         if saved and saved['fingerprint'] != found['fingerprint']:
             raise ValueError(
                 f'init_from={init_from}: the LoRA in {where} was trained on other weights than there are now in this '
-                f'folder: it needs those that it had when the run began'
+                'folder: it needs those that it had when the run began'
             )
         return found
 

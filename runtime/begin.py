@@ -390,7 +390,7 @@ def make_model(run):
 
 def line_of_slow_steps(seconds):
     """A warning for whoever has started the default model on a CPU; none if a step takes at most ten seconds."""
-    quick = '`python train_ddp.py config/quickstart.py` trains a model of the size for one in minutes'
+    quick = '`python train_ddp.py config/quickstart.py` trains a model that is small enough for one, in minutes'
     return [f'WARNING: a step takes about {seconds:.0f} s on this CPU: {quick}'] if seconds > 10 else []
 
 

@@ -25,7 +25,7 @@ def open_init_from(run):
     else run.pretrained, a Hugging Face folder, or neither. It gives the model's keys their values. No weights are read
     yet. A run that has fine-tuned a folder gives both: run.pretrained has its shape, run.start its weights."""
     config = run.config
-    config.chats = False
+    config.chats, config.lora_targets = False, config.lora_targets.replace('all-linear', 'all')  # peft's word
     if config.init_from == 'resume':  # nanoGPT's
         raise ValueError('init_from=resume: leave it out, since a run goes on from the checkpoints in its out_dir')
     if config.init_from != 'scratch' and (name := run_or_export(config)):
@@ -93,8 +93,9 @@ def find_beginning(run):
     if run.found is None:
         if start and start.path:
             return fingerprint_of_run(start.path), []
-        folder = run.pretrained.weights_folder if run.pretrained else start and start.folder
-        return folder and fingerprint_of_folder(folder), []
+        if run.pretrained:
+            return run.pretrained.fingerprint, []
+        return start and fingerprint_of_folder(start.folder), []
     state = checkpoint.read_state(run.found)
     saved, was = state.get('begun'), state['config']['init_from']
     is_named_so = os.path.realpath(was) == os.path.realpath(given)

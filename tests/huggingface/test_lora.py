@@ -74,8 +74,12 @@ def test_a_checkpoint_has_the_size_of_what_is_trained(models, whole):
     assert sum(tensor.numel() for tensor in tensors.values() if tensor.dim()) == 3 * trained, 'weights and two moments'
 
 
-def test_all_linear_layers_may_be_named_as_peft_does(models):
-    assert finetune.Pretrained(str(models / 'llama'), lora_rank=4, lora_targets='all-linear').lora_targets == 'all'
+def test_all_linear_layers_may_be_named_as_peft_does(models, whole, tmp_path):
+    """Also where a run goes on that was not told so, and where one begins with it."""
+    on, new = as_of_step(2, whole, tmp_path / 'on'), tmp_path / 'new'
+    start('ddp', *keys_of(models / 'llama', on, f'--max_iters={STEPS}', '--lora_targets=all-linear'))
+    assert_same_run(column(on, 'loss'), column(whole, 'loss'))
+    start('ddp', *keys_of(whole, new, '--max_iters=1', '--lora_targets=all-linear'))
 
 
 def test_other_weights_of_the_same_shapes_are_refused_and_a_copy_elsewhere_is_not(models, whole, tmp_path):
