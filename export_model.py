@@ -8,8 +8,8 @@ Turn a checkpoint of any train script into a folder that `transformers` loads, w
 A fine-tuned model (--init_from) keeps its class, its config.json and every other file of its folder. LoRA is merged
 into the weights, or with --adapter written by itself in the format of `peft`.
 Of the models from scratch, gpt2, llama and qwen3 (also with experts) become transformers' classes of that name. For the
-others (enoki, gpt2 with bias=False, ...) transformers has no class: they are exported with modeling_gpt.py and model.py
-beside the weights, and load with trust_remote_code=True.
+others (enoki, gpt2 with bias=False, ...) transformers has no class: they are exported with modeling_gpt.py, model.py
+and what that imports beside the weights, and load with trust_remote_code=True.
 The script writes into a temporary folder, loads that again, compares weights, logits and the tokens of a text with its
 own, and only then gives it its name. It needs memory for two copies of the fp32 weights, or three if the model was
 trained from scratch.
@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import warnings
+from pathlib import Path
 from typing import Literal
 
 from configurator import configure, say_without_effect
@@ -54,7 +55,8 @@ from text.tokenizer import SAMPLE_TEXT, as_file
 
 errors.report_errors()
 devices.make_compile_caches()  # torch imports its compiler to read a checkpoint
-CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
+# What transformers runs where it has no class. In the exported folder these files import each other from beside them.
+CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py', 'loss.py')
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------
 
@@ -216,8 +218,11 @@ def write_native(folder, language):
     if convert.is_in_transformers(model_config):
         their_config = convert.config_to_transformers(model_config)
     else:
+        modules = '|'.join(Path(name).stem for name in CUSTOM_CODE)
         for name in CUSTOM_CODE:
-            shutil.copy(os.path.join(files.ROOT, name), folder)
+            code = Path(files.ROOT, name).read_text()
+            code = re.sub(f'^( *from )({modules}) import', r'\1.\2 import', code, flags=re.MULTILINE)
+            files.write_file(os.path.join(folder, os.path.basename(name)), code)
         auto_map = {'AutoConfig': 'modeling_gpt.GPTConfig', 'AutoModelForCausalLM': 'modeling_gpt.GPTForCausalLM'}
         keys = {'model_type': 'native_gpt', 'auto_map': auto_map, **model_config.to_dict()}
         files.write_file(os.path.join(folder, 'config.json'), json.dumps(keys))

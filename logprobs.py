@@ -11,7 +11,8 @@ fp32: in bfloat16, log-probabilities near -20 are 0.125 apart, as much as what a
 
 import torch
 
-from model import LOGITS_BYTES, add_product, cross_entropy, place_in_documents
+from loss import LOGITS_BYTES, add_product, cross_entropy
+from model import place_in_documents
 
 
 def token_logps(model, x, y, starts, temperature=1.0):
@@ -28,13 +29,13 @@ class ChunkedLogProbs(torch.autograd.Function):
     """Output head and log-probabilities together, a chunk of tokens at a time. So the logits of an answer never exist
     as a whole: for 2,048 tokens of a vocabulary of 128,000 they would be 1 GB.
 
-    In model.ChunkedCrossEntropy all tokens have the same gradient, up to a factor, so that forward can compute it. Here
+    In loss.ChunkedCrossEntropy all tokens have the same gradient, up to a factor, so that forward can compute it. Here
     each token's depends on what the loss makes of the whole answer: backward has to compute the logits again.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, logits_of, temperature):
-        """hidden (n, C), targets (n); weight: that of logits_of, a model.LogitsOf. Returns fp32 (n)."""
+        """hidden (n, C), targets (n); weight: that of logits_of, a loss.LogitsOf. Returns fp32 (n)."""
         ctx.save_for_backward(hidden, logits_of.matrix, targets)
         # On a GPU the smaller chunks: backward has their log-probabilities and gradients in fp32 at the same time.
         most = LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda, no gradient']

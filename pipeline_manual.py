@@ -188,7 +188,7 @@ class Stage(GPT):
         """model: on the meta device, so that what other stages hold costs nothing. share: the Share that is told what
         other stages hold."""
         nn.Module.__init__(self)
-        self.config, self.compute_dtype, self.cross_entropy = model.config, model.compute_dtype, model.cross_entropy
+        self.config, self.compute_dtype, self.loss_kernel = model.config, model.compute_dtype, model.loss_kernel
         self.last = stages * chunks - 1
         self.borders = [0, *accumulate(blocks_of_parts(model.config.to_dict(), stages * chunks))]
         is_first, is_last = stage == 0, stage == stages - 1

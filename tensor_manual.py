@@ -50,7 +50,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from exchange import collectives
 from layout import FP32, Share, Slice
-from model import SAVED_OPS, Head, Linear, ModelConfig, cross_entropy
+from loss import cross_entropy
+from model import SAVED_OPS, Head, Linear, ModelConfig
 from moments import local
 
 # How a module's parameters are cut: 0 by rows, which are outputs; 1 by the columns of the weight, which are inputs.
@@ -317,7 +318,7 @@ def shape_scattered(x, ranks, group):
 
 
 def log_softmax(logits, index, here, ranks):
-    """model.log_softmax() where each rank has some columns of the logits, (n, V/t). Every rank gets the same sums.
+    """loss.log_softmax() where each rank has some columns of the logits, (n, V/t). Every rank gets the same sums.
 
     The ranks exchange three numbers per token: the highest logit m_i of rank i's columns, s_i = sum exp(logit - m_i),
     and the target's logit, or 0 where another rank has it. Then m = max m_i and lse = m + log sum_i s_i exp(m_i - m).

@@ -200,7 +200,8 @@ def one_of_four_ranks(device, arguments):
     import fsdp
     import fsdp_manual
     import optim
-    from model import GPT, ModelConfig, pointwise_cross_entropy
+    from loss import pointwise_cross_entropy
+    from model import GPT, ModelConfig
 
     dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=4)
     mesh = dist.device_mesh.init_device_mesh(device.type, (4,))
@@ -212,7 +213,7 @@ def one_of_four_ranks(device, arguments):
     if on_cuda:
         for block in raw_model.blocks:
             block.forward = torch.compile(block.forward)
-        raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
+        raw_model.loss_kernel = torch.compile(pointwise_cross_entropy, dynamic=False)
     shard = fsdp_manual.shard if arguments.of == 'manual' else fsdp.by_torch
     model = shard(raw_model, raw_model.blocks, mesh, torch.bfloat16)
     raw_model.to_empty(device=device)

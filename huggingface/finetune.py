@@ -11,7 +11,7 @@ in slices.
     line = self_test(model, pretrained, ...)  # checks that logits equal those of the folder
 
 Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, also in checkpoints. The head
-and the loss are computed together in chunks (model.ChunkedCrossEntropy).
+and the loss are computed together in chunks (loss.ChunkedCrossEntropy).
 
 lora.py decides which weights are trained, and in which dtype the others are stored. Checkpoints of LoRA hold only what
 is trained, with a fingerprint of the folder from which the other weights are read.
@@ -47,14 +47,12 @@ from huggingface.files import (
     rows_in_folder,
     tensors_to_load,
 )
+from loss import ChunkedCrossEntropy, LogitsOf, cross_entropy
 from model import (
     GPT,
     Balance,
-    ChunkedCrossEntropy,
-    LogitsOf,
     MaskedAttention,
     attention_of_documents,
-    cross_entropy,
     is_load,
     loss_of_routers,
     recomputed,
@@ -489,7 +487,7 @@ class ForTraining:
     """The methods that a train script calls on a model. for_training() makes a subclass of this and transformers'
     class."""
 
-    cross_entropy = staticmethod(cross_entropy)
+    loss_kernel = staticmethod(cross_entropy)
     ties = ()  # for each parameter with several places, its [(module, attribute), ...]; set by for_training()
     counts = flops = None  # parameter_counts() and flops_per_token() from before weights were packed into bytes
     routers = ()  # if a mixture is to be balanced: a Balance for each of its routers
@@ -533,7 +531,7 @@ class ForTraining:
         if hidden is not None:
             if then is not None:
                 return then(hidden, LogitsOf(head.weight, hidden.dtype))
-            options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
+            options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.loss_kernel
             sums = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
         if self.routers and self.training and torch.is_grad_enabled():
             loss_sum, ce_sum = sums

@@ -1,6 +1,6 @@
 """
-Makes models of model.py loadable by `transformers` where it has no class for them. export_model.py copies this file and
-model.py into the folder with the weights, and from there they are loaded with
+Makes models of model.py loadable by `transformers` where it has no class for them. export_model.py copies this file,
+model.py and what that imports into the folder with the weights, and from there they are loaded with
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch._prims import rng_prims
 
-from model import pointwise_cross_entropy
+from loss import pointwise_cross_entropy
 
 
 def compile_without_gpu(model, live):
@@ -33,7 +33,7 @@ def compile_without_gpu(model, live):
     )
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend=backend)
-    model.cross_entropy = torch.compile(pointwise_cross_entropy, backend=backend, dynamic=False)
+    model.loss_kernel = torch.compile(pointwise_cross_entropy, backend=backend, dynamic=False)
 
 
 class Kernels(torch.fx.Interpreter):

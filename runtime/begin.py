@@ -28,7 +28,8 @@ import offload
 from dataset.mixture import names_in, parse_stages
 from dataset.shards import read_meta
 from layout import Layout, Share
-from model import GPT, ModelConfig, pointwise_cross_entropy
+from loss import pointwise_cross_entropy
+from model import GPT, ModelConfig
 from runtime import checkpoint, health, meter
 from runtime.fill import fill_in
 from runtime.first_weights import find_beginning, open_init_from
@@ -380,7 +381,7 @@ def make_model(run):
         for block in model.blocks:
             block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
     if config.compile and run.on_cuda:  # on a CPU the loss is faster uncompiled
-        model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
+        model.loss_kernel = torch.compile(pointwise_cross_entropy, dynamic=False)
     run.flops_per_token, run.parameter_counts = model.flops_per_token(), model.parameter_counts()
     if config.init_from == 'scratch' and not (run.on_cuda or config.eval_only):
         flops = run.flops_per_token * run.tokens_per_step / run.world_size / torch.get_num_threads()

@@ -36,7 +36,7 @@ FLOORS = [
     {'configurator.py', 'offload.py', 'optim.py'},
     {'muon.py'},
     {'model.py', 'layout.py', 'moments.py'},
-    {'keys.py'},
+    {'keys.py', 'loss.py'},
 ]
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
@@ -71,6 +71,7 @@ def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
         'configurator.py',
         'keys.py',
         'layout.py',
+        'loss.py',
         'model.py',
         'moments.py',
         'muon.py',
@@ -115,6 +116,7 @@ def test_the_page_to_try_an_idea_in_reads_the_model_the_data_and_the_optimizer_a
         'dataset',
         'keys.py',
         'layout.py',
+        'loss.py',
         'model.py',
         'moments.py',
         'muon.py',

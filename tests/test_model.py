@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import loss as loss_module
 import model as model_module
 from evaluation import sampling
 from huggingface import convert
-from model import ARCHITECTURES, GPT, ChunkedCrossEntropy, ModelConfig, cross_entropy, pointwise_cross_entropy
+from loss import LOGITS_BYTES, ChunkedCrossEntropy, cross_entropy, pointwise_cross_entropy
+from model import ARCHITECTURES, GPT, ModelConfig
 
 VOCAB_SIZE = 67  # padded to 128
 NEAR = {'window_pattern': 'SL', 'window_size': 5, 'logit_softcap': 2.0}  # windows and caps that matter in small models
@@ -249,7 +251,7 @@ def test_the_compiled_loss_equals_a_float64_reference(monkeypatch):
 
 def check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel, cap):
     kernel = partial(kernel, cap=cap)
-    monkeypatch.setitem(model_module.LOGITS_BYTES, 'cpu', tokens_per_chunk * 4 * 128)
+    monkeypatch.setitem(LOGITS_BYTES, 'cpu', tokens_per_chunk * 4 * 128)
     generator = torch.Generator().manual_seed(tokens_per_chunk)
     hidden = torch.randn(37, 13, generator=generator, requires_grad=True)
     weight = torch.randn(128, 13, generator=generator, requires_grad=True)
@@ -279,7 +281,7 @@ def check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel, cap):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('kernel', [cross_entropy, pointwise_cross_entropy])
 def test_loss_of_half_precision_hidden_states_reaches_fp32_weights(monkeypatch, dtype, kernel):
-    monkeypatch.setitem(model_module.LOGITS_BYTES, 'cpu', 8 * 4 * 128)
+    monkeypatch.setitem(LOGITS_BYTES, 'cpu', 8 * 4 * 128)
     hidden = torch.randn(37, 16).to(dtype).requires_grad_()
     weight = torch.randn(128, 16, requires_grad=True)
     targets = torch.randint(VOCAB_SIZE, (37,))
@@ -296,7 +298,7 @@ def test_loss_of_half_precision_hidden_states_reaches_fp32_weights(monkeypatch, 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_on_a_gpu_nothing_is_rounded_while_the_gradient_of_the_head_adds_up_over_chunks(monkeypatch, dtype):
     for device in ('cpu', 'cuda'):
-        monkeypatch.setitem(model_module.LOGITS_BYTES, device, 8 * 4 * 128)  # 5 chunks
+        monkeypatch.setitem(LOGITS_BYTES, device, 8 * 4 * 128)  # 5 chunks
     hidden, targets = torch.randn(37, 16).to(dtype), torch.randint(VOCAB_SIZE, (37,))
     weight = torch.randn(128, 16).to(dtype).float()
 
@@ -403,7 +405,7 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
     ],
 )
 def test_chunks_are_equal_multiples_of_128_where_the_tokens_allow_it(tokens, most, expected):
-    assert model_module.tokens_per_chunk(tokens, most) == expected
+    assert loss_module.tokens_per_chunk(tokens, most) == expected
 
 
 class BytesMoved(TorchDispatchMode):
@@ -1017,7 +1019,7 @@ class RefuseAddmmOnMeta(TorchDispatchMode):
 
 
 def test_a_plan_of_a_loss_in_several_chunks_needs_no_addmm_that_torch_2_11_has_only_on_a_gpu(monkeypatch):
-    monkeypatch.setitem(model_module.LOGITS_BYTES, 'cuda', 4 * 64 * 128)  # 128 tokens of 64 logits
+    monkeypatch.setitem(LOGITS_BYTES, 'cuda', 4 * 64 * 128)  # 128 tokens of 64 logits
     hidden, weight = (torch.randn(rows, 16, device='meta', requires_grad=True) for rows in (256, 64))
     targets = torch.zeros(256, dtype=torch.int64, device='meta')
     with RefuseAddmmOnMeta():

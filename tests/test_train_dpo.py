@@ -37,7 +37,7 @@ import logprobs
 from dataset.shards import FIRST, LEARNED
 from huggingface import finetune
 from logprobs import document_logps, token_logps
-from model import LogitsOf
+from loss import LogitsOf
 from text.chat_rows import pair_of
 from text.conversations import TextEncoder, with_one_prompt
 from text.language import TransformersLanguage

@@ -96,7 +96,7 @@ def measure_load(folder, implementation):
 
 def measure_loss(kind, tokens, width, vocabulary):
     """Bytes by which memory grows over forward and backward of a head and its loss."""
-    from model import ChunkedCrossEntropy, cross_entropy
+    from loss import ChunkedCrossEntropy, cross_entropy
 
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, requires_grad=True)

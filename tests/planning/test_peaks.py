@@ -9,7 +9,8 @@ has saved since.
 import pytest
 import torch
 
-from model import LOGITS_BYTES, ModelConfig, tokens_per_chunk
+from loss import LOGITS_BYTES, tokens_per_chunk
+from model import ModelConfig
 from planning import activations, memory, report, sizes
 
 KEYS = dict(device='cuda', dtype='bfloat16', compile=True, vocab_size=50304, activation_checkpointing='none')
