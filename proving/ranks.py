@@ -32,7 +32,8 @@ class RankFailed(Exception):
 def run_ranks(size, function, timeout_s=600, log=os.devnull):
     """Call function(rank) in `size` forked processes, which find what torchrun would tell them in their environment.
 
-    log: the file that gets what they print. Returns what each has returned, by way of torch.save.
+    log: the file that gets what they print. Returns what each has returned, by way of torch.save. Call it before this
+    process computes a gradient or uses a GPU: forks of one that has cannot.
     """
     with tempfile.TemporaryDirectory(prefix='prove-') as folder:
         with socket.create_server(('127.0.0.1', 0)) as server:
@@ -72,7 +73,10 @@ def be_a_rank(rank, function, folder, log):
         code = 0
     except BaseException as error:
         is_refusal = is_users_mistake(error) or isinstance(error, SystemExit)
-        said = (first_line(error), traceback.format_exc(), is_refusal, is_lost_peer(error))
+        line = first_line(error)
+        if 'forked subprocess' in line or 'fork-based' in line:  # said by CUDA and by autograd
+            line = f'ranks are forked: call this before this process computes a gradient or uses a GPU ({line})'
+        said = (line, traceback.format_exc(), is_refusal, is_lost_peer(error))
         torch.save(said, folder / f'error_{rank}')
     finally:
         sys.stdout.flush()

@@ -11,6 +11,7 @@ is what most tests do, since importing torch takes longer than most of their run
     refusals        the same, where each rank has to end with one line; returns the lines
     function_of     a function of a script, without the script
     run_function    a function on forked ranks, in one gloo group; returns what it returned on each
+    in_own_process  a test that runs in a forked process
     start_and_stop_behind    a forked script that stands still in the middle of what it writes
     start_agent     torchrun's agent of one of several nodes
 
@@ -268,7 +269,8 @@ def stop_behind(path, before, command, place, env):
 def run_function(world_size, function, *arguments, timeout=1200, backend='gloo'):
     """[function(*arguments) on rank 0, 1, ...], each rank a forked process, all in one process group.
 
-    None for a rank that has ended its own process. Raises AssertionError with the tracebacks of ranks that failed.
+    backend: None = without a group. Returns None for a rank that has ended its own process. Raises AssertionError with
+    the tracebacks of ranks that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = start_function(world_size, folder, function, *arguments, backend=backend)
@@ -277,6 +279,20 @@ def run_function(world_size, function, *arguments, timeout=1200, backend='gloo')
         assert not hung, f'ranks {hung} still ran after {timeout} s'
         assert [process.exitcode for process in processes] == [0] * world_size
         return results
+
+
+def in_own_process(test):
+    """A test that runs in a process of its own, where nothing has computed a gradient: see proving/ranks.py."""
+
+    @functools.wraps(test)
+    def run(**arguments):
+        run_function(1, call_wrapped, test.__module__, test.__name__, arguments, backend=None)
+
+    return run
+
+
+def call_wrapped(module, name, arguments):
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def start_function(world_size, folder, function, *arguments, backend='gloo'):
@@ -302,9 +318,11 @@ def call_on_rank(rank, world_size, folder, backend, pickled):
     gc.freeze()  # as in run_rank()
     try:
         function, arguments = pickle.loads(pickled)
-        dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
+        if backend:
+            dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
         Path(folder, f'result_{rank}').write_bytes(pickle.dumps(function(*arguments)))
-        dist.destroy_process_group()
+        if backend:
+            dist.destroy_process_group()
     except BaseException:
         Path(folder, f'error_{rank}').write_text(f'rank {rank}: {traceback.format_exc()}')
     sys.stdout.flush()

@@ -7,10 +7,12 @@ from launch import REPO, refusals, run_forked
 from outputs import column, complete
 
 from configurator import read_knobs
+from keys import Keys
 
 # config/quickstart.py's run, smaller; quickstart's schedule falls to 0, as train_simple.py's does
 KEYS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--global_batch_size=4', '--max_iters=5']
 KEYS += ['--warmup_iters=2', '--log_interval=1', '--eval_interval=2', '--eval_sequences=10', '--dataset=tiny']
+KEYS += [f'--seed={Keys.seed}']  # another one under tests/seeds.sh, where train_simple.py's own stays
 
 
 @pytest.fixture(scope='module')

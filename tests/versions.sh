@@ -28,6 +28,8 @@ tests=(
     tests/test_deepspeed.py::test_every_stage_computes_what_one_process_computes
     tests/test_train_diloco.py::test_losses_weights_and_health_are_those_of_diloco_by_hand
     tests/proving/test_lessons.py
+    tests/proving/test_check.py
+    tests/proving/test_ranks.py
     tests/test_moe.py
     tests/test_expert_manual.py
     tests/test_float8.py

@@ -1,9 +1,12 @@
 """check() on the parallelism of others: FSDP2, a DTensor plan, transformers' DistributedConfig, accelerate."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from launch import in_own_process
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -89,6 +92,7 @@ def clip(model, max_norm):
 
 
 @pytest.mark.parametrize('over', ['all', 'own'])
+@in_own_process
 def test_fsdp2_averages_gradients(over):
     """So a rank's loss is the sum over its targets / the targets of all * ranks. Over its own it is a mean of means."""
     batches = [micro_step(0), micro_step(1)]
@@ -118,6 +122,7 @@ def said_by(verdict):
 
 
 @pytest.mark.parametrize('summed', [True, False])
+@in_own_process
 def test_dtensor_leaves_the_gradient_of_a_norm_of_heads_in_parts(summed):
     """q_norm stands between Linears that are cut, so each rank's gradient is that of its own heads."""
 
@@ -143,9 +148,10 @@ def test_dtensor_leaves_the_gradient_of_a_norm_of_heads_in_parts(summed):
 
 
 @pytest.mark.parametrize('distributed', [dict(tp_size=2), dict(ep_size=2, tp_size=2)], ids=['tp', 'ep'])
+@in_own_process
 def test_transformers_cuts_a_mixture(distributed, tmp_path):
     """from_pretrained() of the weights of one process, with a DistributedConfig."""
-    transformers = pytest.importorskip('transformers')
+    import transformers
     from transformers.distributed import DistributedConfig
 
     config = transformers.Qwen3MoeConfig(
@@ -174,10 +180,13 @@ def test_transformers_cuts_a_mixture(distributed, tmp_path):
 # --- ACCELERATE -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not find_spec('accelerate'), reason='needs accelerate')
 @pytest.mark.parametrize('over', ['all', 'own'])
+@in_own_process
 def test_accelerate_averages_over_ranks_and_micro_steps(over):
     """So the loss is multiplied by both. The mean of each micro-step, as in many examples, makes it a mean of means."""
-    accelerate = pytest.importorskip('accelerate')
+    import accelerate
+
     batches = [micro_step(0), micro_step(1)]
     of_rank = {}
 

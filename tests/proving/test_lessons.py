@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from experts import first_weights
-from launch import REPO
+from launch import REPO, run_function
 from pretrained import save_model
 
 import prove
@@ -145,10 +145,18 @@ SHORT = {
 }
 
 
-def beginning_with(weights):
-    """A context in which a GPT begins with the weights {name: tensor}, or with its own if there are none."""
+def beginning_with(weights, function, *arguments):
+    """function(*arguments), where a GPT begins with the weights {name: tensor}, or with its own if there are none.
+
+    In a process of its own, since ranks are forked only by one that has computed no gradient."""
+    (found,) = run_function(1, begin_with, weights, function, arguments, backend=None)
+    return found
+
+
+def begin_with(weights, function, arguments):
     initial_value = (lambda model, name, *args: weights[name]) if weights else GPT.initial_value
-    return mock.patch.object(GPT, 'initial_value', initial_value)
+    with mock.patch.object(GPT, 'initial_value', initial_value):
+        return function(*arguments)
 
 
 @pytest.fixture(scope='module')
@@ -178,8 +186,7 @@ def alone(folder):
             keys = prove.keys_of_runs(keys, keys, prove.Config, 'text') | {'global_batch_size': 24}
             options = [f'--{key}={value}' for key, value in keys.items()]
             weights = first_weights(options, halves=True) if 'half' in model else None
-            with beginning_with(weights):
-                found[model] = prove.OneProcess('text', keys, folder), weights
+            found[model] = beginning_with(weights, prove.OneProcess, 'text', keys, folder), weights
         return found[model]
 
     return of
@@ -199,8 +206,7 @@ def test_a_layout_computes_what_one_process_computes(folder, alone, model, ranks
     script = [script, *(SCRIPT_OF[key] for key in SCRIPT_OF if key in keys)][-1]
     assert keys.keys() <= read_knobs(REPO / script).keys()
     one, weights = alone(model)
-    with beginning_with(weights):
-        found = prove.row_of(row, script, ranks, one, keys, folder)
+    found = beginning_with(weights, prove.row_of, row, script, ranks, one, keys, folder)
     assert found['verdict'] == 'ok', '\n'.join([*prove.lines_of(found), found.get('traceback', '')])
 
 
