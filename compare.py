@@ -51,10 +51,10 @@ class Config:
     analyze = False  # run nothing: make tables and pictures of the finished runs in out_dir
     # which layout on a cluster? docs/strategies.md
     plan = False  # run nothing: which layouts fit a cluster, what each sends, and which to try first
-    gpus = 8  # --plan: ranks in the cluster [>= 1]
-    node_gpus = 8  # --plan: ranks on each node [>= 1]
-    gpu = 'h100'  # --plan: h100, h200 or a100
-    links = []  # --plan: GB/s of a GPU within a node, and between nodes; [] = 0.8 of the data sheets [> 0]
+    gpus = 8  # --plan: ranks in the cluster [>= 1, if plan]
+    node_gpus = 8  # --plan: ranks on each node [>= 1, if plan]
+    gpu = 'h100'  # --plan: h100, h200 or a100 [if plan]
+    links = []  # --plan: GB/s of a GPU within a node, and between nodes; [] = 0.8 of the data sheets [> 0, if plan]
     bench_links = False  # measure all-reduces of all ranks, within nodes and between nodes
     # which learning rate, recipe or size? docs/sweeps.md
     sweep = {}  # key -> its values: a run per combination; finds the best learning_rate
@@ -66,8 +66,8 @@ class Config:
     element: int | None = None  # used by jobs of --slurm: do the run with this number in out_dir/jobs.json [>= 0]
     # what do curves look like?
     plot = []  # --plot OUT_DIR OUT_DIR ...: only draw the loss of these runs [path]
-    keys = []  # --plot: draw these keys of metrics.jsonl instead, such as --keys=grad_norm,val_bpb
-    output: str | None = None  # the picture that --plot writes; None = loss.png in the folder of the runs [path]
+    keys = []  # --plot: draw these keys of metrics.jsonl instead, such as --keys=grad_norm,val_bpb [if plot]
+    output: str | None = None  # the picture that --plot writes; None = loss.png in the runs' folder [path, if plot]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

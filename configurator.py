@@ -39,7 +39,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from keys import FOLLOWS_FROM, GONE, MOVED, READ_IF, REFUSED
+from keys import FOLLOWS_FROM, GONE, IN_WORDS, MOVED, READ_IF, REFUSED
 
 VERSION = '0.10.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
@@ -57,6 +57,11 @@ class Knob:
     default: object
     tags: tuple[str, ...]  # the words in brackets, see keys.py: 'result', 'per job', 'path'
     bounds: tuple[str, ...]  # of a number, or of each number in a list: ('>= 0', '< 1')
+    conditions: tuple[str, ...]  # under which a run reads the key, its section's first: ('if lora_rank',)
+
+    @property
+    def meaning(self):
+        return self.types, self.choices, self.tags, self.bounds, self.conditions
 
 
 class Mistake(Exception):
@@ -216,14 +221,19 @@ def read_knobs(script):
     {key: Knob} of a script's class Config, in the order of --help; {} for a script without that class.
 
     The bases of Config are read from keys.py beside the script. Sections of the same name are joined, and a key that
-    Config defines again, with another default or comment, stays in its place.
+    Config defines again, with another default or comment, stays in its place. Another type, range or tag would give
+    the name a second meaning, and raises TypeError.
     """
     config = class_named('Config', script)
     if config is None:
         return {}
     knobs = knobs_of_class('Config', script.read_text(encoding='utf-8'))
     for base in reversed(config.bases):
-        knobs = knobs_of_class(base.id, script.with_name('keys.py').read_text(encoding='utf-8')) | knobs
+        shared = knobs_of_class(base.id, script.with_name('keys.py').read_text(encoding='utf-8'))
+        for key in shared.keys() & knobs.keys():
+            if shared[key].meaning != knobs[key].meaning:
+                raise TypeError(f'{script.name} gives {key} of {base.id} another type, range or tag: use another name')
+        knobs = shared | knobs
     sections = list(dict.fromkeys(knob.section for knob in knobs.values()))
     return dict(sorted(knobs.items(), key=lambda item: sections.index(item[1].section)))
 
@@ -254,28 +264,31 @@ def knobs_of_class(name, source):
                 alone.add(line)
 
     knobs = {}
-    section, tags_of_section, last_line = '', (), node.lineno
+    section, of_section, last_line = '', ((), (), ()), node.lineno
     for statement in node.body:
         heading = next((comments[line] for line in range(last_line, statement.lineno) if line in alone), None)
         if heading is not None:
-            section, tags_of_section, _ = without_tags(heading)
+            section, *of_section = without_tags(heading)
         last_line = statement.end_lineno
         if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
             continue
         target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
         default = literal(statement.value)
         types, choices = accepted(getattr(statement, 'annotation', None), default)
-        comment, tags, bounds = without_tags(comments.get(last_line, ''))
-        knobs[target.id] = Knob(section, comment, types, choices, default, tags or tags_of_section, bounds)
+        comment, tags, bounds, conditions = without_tags(comments.get(last_line, ''))
+        tags, conditions = tags if {*tags} - {'may change'} else of_section[0] + tags, of_section[2] + conditions
+        knobs[target.id] = Knob(section, comment, types, choices, default, tags, bounds, conditions)
     return knobs
 
 
 def without_tags(comment):
-    """('how many', ('result', 'per job'), ('>= 0', '< 1')) of 'how many [result, per job, >= 0, < 1]'."""
-    word = r'(?:[a-z ]+|[<>]=? [\d.]+)'
+    """('how many', ('result',), ('>= 0', '< 1'), ('if plan',)) of 'how many [result, >= 0, < 1, if plan]'."""
+    word = r'(?:if (?:not )?\w+(?:(?:=| != | > )[\w.]+)?|[a-z ]+|[<>]=? [\d.]+)'
     text, words = re.fullmatch(rf'(.*?) *(?:\[({word}(?:, {word})*)\])?', comment).groups()
-    words = words.split(', ') if words else []
-    return text, *(tuple(word for word in words if (word[0] in '<>') == is_bound) for is_bound in (False, True))
+    kinds = {'tag': [], 'bound': [], 'condition': []}
+    for word in words.split(', ') if words else []:
+        kinds['bound' if word[0] in '<>' else 'condition' if word.startswith('if ') else 'tag'].append(word)
+    return text, *map(tuple, kinds.values())
 
 
 def accepted(annotation, default):
@@ -307,6 +320,12 @@ def others(script):
         if other.name != script.name:
             found = {key: (other.name, knob) for key, knob in read_knobs(other).items()} | found
     return found
+
+
+@functools.cache
+def tagged(tag):
+    """The keys of train scripts that have this tag, such as 'model'."""
+    return {key for key, (_, knob) in others(Path(__file__)).items() if tag in knob.tags}
 
 
 def owner_of(key, script):
@@ -521,8 +540,8 @@ def refuse_gone(keys, what, advice):
 
 
 class Facts:
-    """A run as the conditions of READ_IF see it: values by their names, None for one that is not there. `looked_at` are
-    the names that a condition has read, which are why it holds or does not."""
+    """A run as conditions see it: values by their names, None for one that is not there. `looked_at` are the names that
+    a condition has read, which are why it holds or does not."""
 
     def __init__(self, values, explicit):
         self._values, self._explicit, self.looked_at = values, explicit, set()
@@ -536,29 +555,54 @@ class Facts:
         return key in self._explicit
 
 
+def conditions_of(key, knobs, script):
+    """(what it takes, in words; whether a run, as Facts, has that) of each condition under which a script reads a key:
+    the rows of READ_IF, then the key's tags. One on a key that the script lacks is none."""
+    for scripts, rows in READ_IF.items():
+        if script.startswith(tuple(scripts.split())):
+            yield from (row for keys, row in rows.items() if key in keys.split())
+    for tag in knobs[key].conditions:
+        negated, on, sign, wanted = re.fullmatch(r'if (not )?(\w+)(=| != | > |)(.*)', tag).groups()
+        if on in knobs:
+            yield condition(on, negated or sign, wanted, knobs[on])
+
+
+def condition(key, sign, wanted, knob):
+    """The words and the test of a tag. sign: '' for [if KEY], 'not ', '=', ' != ' or ' > '. knob: of the key."""
+    size = {'int': '=1 or more', 'float': ' above 0'}.get(knob.types[0], '')
+    words, is_met = {
+        '': (f'with --{key}{size}', bool),
+        'not ': (f'without --{key}', lambda value: not value),
+        '=': (f'with --{key}={wanted}', lambda value: str(value) == wanted),
+        ' != ': (f'with another --{key} than {wanted}', lambda value: str(value) != wanted),
+        ' > ': (f'with a --{key} above {wanted}', lambda value: value > float(wanted)),
+    }[sign]
+    # A file that turns a switch off may hold its keys for when it is turned on.
+    is_kept = not sign and knob.default is False
+    return IN_WORDS.get(key, words), lambda run: is_met(getattr(run, key)) or (is_kept and run.is_given(key))
+
+
 def without_effect(script, config, explicit, typed=None, **facts):
     """
-    Lines for the keys that were set and that this run does not read, by READ_IF of keys.py. [] is as it should be.
+    Lines for the keys that were set and that this run does not read, by their conditions. [] is as it should be.
 
-    script: the name of the file that runs. config, explicit: from configure(), filled in. facts: as READ_IF has them.
-    typed: vars(config) as configure() returned it, if values that were set have been overwritten since.
+    script: the file that runs, beside this one. config, explicit: from configure(), filled in. facts: as READ_IF has
+    them. typed: vars(config) as configure() returned it, if values that were set have been overwritten since.
     A key of a config file counts if the file names the script, as in a command in its comments; the file may have been
     written for another one. It does not count if a key of the command line or the machine makes it vain, of which the
     file could not know. A value that is off, and is so by default, asks for nothing. In a file no default does.
     Raises ValueError for a key of REFUSED.
     """
-    rows, lines = READ_IF.get(script, {}), []
-    if script not in READ_IF or script.startswith('train_'):
-        rows = READ_IF['train'] | rows
-    for keys, (needs, is_read) in rows.items():
-        for key in keys.split():
-            run, value, where = (
-                Facts({**vars(config), **facts}, explicit),
-                (typed or vars(config)).get(key),
-                explicit.get(key),
-            )
-            is_default = value == getattr(type(config), key, None)
-            if where is None or (is_default and not value) or is_read(run):
+    path, lines = Path(__file__).with_name(script), []
+    knobs = read_knobs(path) if path.exists() else {}
+    for key, where in explicit.items():
+        value = (typed or vars(config)).get(key)
+        is_default = value == getattr(type(config), key, None)
+        if key not in knobs or (is_default and not value):
+            continue
+        for needs, is_read in conditions_of(key, knobs, script):
+            run = Facts({**vars(config), **facts}, explicit)
+            if is_read(run):
                 continue
             if where != 'command line' and any(not _is_of_files(name, explicit) for name in run.looked_at):
                 continue
@@ -567,6 +611,7 @@ def without_effect(script, config, explicit, typed=None, **facts):
                 raise ValueError(f'{line}; or leave it out')
             if where == 'command line' or (not is_default and script in Path(where).read_text(encoding='utf-8')):
                 lines.append(f'WARNING: {line}')
+                break
     return lines
 
 

@@ -33,7 +33,7 @@ class Config:
     to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32, or bfloat16 if little is lost
     adapter = False  # write only the trained LoRA, in peft's format; False = the whole model with LoRA merged into it
-    max_shard_size = '5GB'  # if the weights are larger, they are split into files of this size, with an index
+    max_shard_size = '5GB'  # larger weights are split into files of this size, with an index [if not adapter]
     data_dir: str | None = None  # data_dir with the run's dataset and its tokenizer; None = the run's own [path]
     trust_remote_code = False  # run a fine-tuned model's own Python files if transformers has no class for it
 

@@ -13,9 +13,17 @@ no tags of its own:
     [result]    the loss and the weights depend on this key, so runs that are compared should agree on it. Keys that
                 only decide how the same numbers are computed do not have this tag, even if the rounding differs.
     [per job]   jobs that train together in a pool may each have their own value.
+    [model]     the key belongs to what a model is: model.py's ModelConfig has it, or Pretrained of huggingface/. A run
+                resumes only with the same value; a Hugging Face folder has its own, except of what Pretrained takes.
+    [may change] a key of the loss, with which a run may resume at another value, even if it is one of the model.
     [path]      a file or folder, or a list of them; a ~ at the beginning stands for the home folder. In any script.
     [>= 0, < 1] the range of a number, or of each number in a list, and the only place where it is checked. In any
-                script. It is no tag of the kind that a section's tags give way to. No key takes nan or inf.
+                script. No key takes nan or inf.
+    [if lora_rank], [if not plan], [if optimizer=sgd], [if loss_type != ipo], [if context_parallel > 1]
+                when the key is read, by the value of another one, in any script. Whoever sets it in vain is told so.
+                A script that lacks the other key reads it always. What no tag can say is in READ_IF below.
+    [may change], ranges and conditions do not take a section's tags from a key. A section's conditions hold for each of
+    its keys.
 
 This file imports the standard library only, and little of it, because configurator.py reads it before `--help` answers.
 """
@@ -26,46 +34,50 @@ from typing import Literal, get_args
 class Keys:
     # I/O [per job]
     out_dir = 'out/train'  # where checkpoints, metrics.jsonl and train.log go: one folder per run [per job, path]
+    # I/O [per job, if not eval_only]
     resume: Literal['auto', 'never', 'must'] = 'auto'  # 'never': fail if out_dir holds a run; 'must': fail if not
-    eval_interval = 500  # steps between evaluations; 0 = only after the last step [>= 0]
-    eval_sequences = 160  # sequences to validate on, always the first ones: more = less noise; 0 = none [>= 0]
+    # I/O [per job]
+    eval_interval = 500  # steps between evaluations; 0 = only after the last step [>= 0, if eval_sequences]
+    eval_sequences = 160  # validation sequences, the first ones: more = less noise; 0 = none [>= 0, if eval_iters=None]
     eval_iters: int | None = None  # eval_sequences in global batches, as earlier versions counted [>= 0]
     eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
     log_interval = 10  # steps between log lines; 0 = only of the first and the last step [>= 0]
     trace_step = 0  # trace this step and the one before for chrome://tracing: out_dir/trace_rank*.json; 0 = off [>= 0]
     trace_memory = False  # GPU: what holds memory at trace_step, or when it runs out: out_dir/memory_rank0.pickle, ...
-    checkpoint_interval = 1000  # steps between checkpoints, all a crash can lose; 0 = only after the last step [>= 0]
     keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all [>= 0]
+    # I/O [per job, if keep_checkpoints]
+    checkpoint_interval = 1000  # steps between checkpoints, all a crash can lose; 0 = only after the last step [>= 0]
     permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none [>= 0]
     save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: stop, or train on without it
     async_checkpoint = False  # keep training while a checkpoint is written: for large models; needs host memory
+    # I/O [per job]
     dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs, disk, epochs and time, then stop
-    gpu: str | None = None  # dry_run: plan for this card, H100, H200 or A100; the data may be on another machine
-    gpus: int | None = None  # dry_run: plan for this many ranks; None = those that are started [>= 1]
-    measured: str | None = None  # dry_run: take the speed of an earlier run: its out_dir [per job, path]
+    gpu: str | None = None  # dry_run: plan for an H100, H200 or A100; the data may be on another machine [if dry_run]
+    gpus: int | None = None  # dry_run: plan for this many ranks; None = those that are started [>= 1, if dry_run]
+    measured: str | None = None  # dry_run: take the speed of an earlier run: its out_dir [per job, path, if dry_run]
     # logging [per job]
     wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
-    wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
-    wandb_group: str | None = None  # wandb group, to compare runs
-    wandb_run_name: str | None = None  # None = the name of out_dir
+    wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY [if wandb_log]
+    wandb_group: str | None = None  # wandb group, to compare runs [if wandb_log]
+    wandb_run_name: str | None = None  # None = the name of out_dir [if wandb_log]
     tensorboard_log = False  # write event files to out_dir/tensorboard
     # data [result]
     dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or mixture: 'web:0.7,code:0.3' [result, per job]
     dataset_stages = ()  # shares from a step or part of a run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job, >= 0]
-    val_dataset: str | None = None  # dataset(s) to validate on: 'one,two'; None = dataset's own split [result, per job]
+    val_dataset: str | None = None  # validate on: 'one,two'; None = dataset's own [result, per job, if eval_sequences]
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, each attends only to itself
     packing: bool | None = None  # several conversations or documents a sequence; None = if the model keeps them apart
     data_dir = 'data'  # where datasets live [result, per job, path]
     batch_size = 8  # sequences per rank and micro-step: these must fit into memory [per job, >= 1]
     global_batch_size: int | None = None  # sequences per optimizer step, of all ranks; None = batch_size * ranks [>= 1]
-    block_size = 1024  # tokens per sequence [>= 1]
-    # model [result]
+    block_size = 1024  # tokens per sequence [result, model, >= 1]
+    # model [result, model]
     init_from = 'scratch'  # or an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job, path]
-    native = False  # run a GPT-2, Llama, Mistral or Qwen of init_from in model.py, for pipelines or tensor_parallel
+    native = False  # run init_from's GPT-2, Llama, Mistral or Qwen in model.py, for pipelines, tensor_parallel [result]
     trust_remote_code = False  # run the Python that came with init_from [per job]
     arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # the top of model.py compares them
     heads: int | None = None  # enoki, qwen3: size, learning rate, steps and weight decay by the published rules [>= 1]
-    tokens_per_parameter = 20.0  # with heads: sets max_iters; 20 = Chinchilla's; more = a better small model [> 0]
+    tokens_per_parameter = 20.0  # with heads: sets max_iters; 20 = Chinchilla, more = better small model [result, > 0]
     n_layer = 12  # transformer blocks [>= 1]
     n_head = 12  # query heads [>= 1]
     n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head [>= 1]
@@ -73,13 +85,13 @@ class Keys:
     n_embd = 768  # width of the residual stream [>= 1]
     mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64 [>= 1]
     n_experts = 0  # mixture of experts (llama, qwen3): experts per block; 0 = a dense model [>= 0]
-    experts_per_token = 2  # experts per token, chosen by the router [>= 1]
-    expert_hidden_dim: int | None = None  # width of an expert; None = mlp_hidden_dim / experts_per_token [>= 1]
-    router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off (init_from: unless it is given) [>= 0]
-    router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps the logits small (OLMoE: 0.001) [>= 0]
-    router_bias = 0.0  # balance by a bias per expert, which moves by this per step; 0 = off (DeepSeek-V3: 0.001) [>= 0]
+    experts_per_token = 2  # experts per token, chosen by the router [>= 1, if n_experts]
+    expert_hidden_dim: int | None = None  # their width; None = mlp_hidden_dim / experts_per_token [>= 1, if n_experts]
+    router_aux = 0.001  # weight of the routers' balancing loss; 0 = off (init_from: unless given) [may change, >= 0]
+    router_z = 0.0  # weight of mean(logsumexp(router logits)^2), keeps them small (OLMoE: 0.001) [may change, >= 0]
+    router_bias = 0.0  # step of a bias per expert that balances them; 0 = off (DeepSeek-V3: 0.001) [>= 0, if n_experts]
     vocab_size: int | None = None  # None = the dataset's; the embedding is padded to a multiple of 64 [>= 1]
-    dropout = 0.0  # 0 for pretraining; 0.1 or more if the data is seen many times [>= 0, < 1]
+    dropout = 0.0  # 0 for pretraining; 0.1 or more if the data is seen many times [may change, >= 0, < 1]
     bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
     tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
     rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's [> 0]
@@ -92,13 +104,15 @@ class Keys:
     base_width: int | None = None  # mup, completep: n_embd of the model on which the learning rate was tuned [>= 1]
     base_depth: int | None = None  # completep: its n_layer [>= 1]
     freeze: str | None = None  # init_from: do not train parameters whose names match this regular expression
-    # lora [result]
+    # lora [result, model]
     lora_rank = 0  # init_from: freeze it and train an update of this rank to each weight (LoRA); 0 = off [>= 0]
+    # lora [result, model, if lora_rank]
     lora_alpha = 16.0  # the update is scaled by lora_alpha / lora_rank [> 0]
     lora_targets = 'all'  # 'all' linear layers of the blocks, ends of their names ('q_proj,v_proj'), 'all,experts'
-    lora_dropout = 0.0  # on the input of LoRA's matrices; 0.05 or 0.1 if the data is seen many times [>= 0, < 1]
+    lora_dropout = 0.0  # on the input of its matrices; 0.05 or 0.1 if data is seen many times [may change, >= 0, < 1]
     lora_rslora = False  # scale by lora_alpha / sqrt(lora_rank) instead, for ranks of 64 or more
     modules_to_save = []  # modules that a LoRA run trains in full, by the ends of their names: 'embed_tokens,norm'
+    # lora [result, model]
     frozen_dtype: Literal['float32', 'bfloat16', 'nf4'] | None = None  # of frozen weights; None = as init_from
     # optimizer [result]
     optimizer: Literal[
@@ -125,12 +139,12 @@ class Keys:
     delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far [> 0]
     omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / learning_rate / max_iters [>= 0]
     wd_ts: int | None = None  # DANA family, adamw-decay: steps until weight decay halves; None = max_iters / 10 [>= 1]
-    z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4) [>= 0]
+    z_loss = 0.0  # weight of mean(logsumexp(logits)^2), keeps them small; Enoki: 1e-4 [result, model, may change, >= 0]
     # schedule [result]
     lr_schedule: Literal['cosine', 'cos_inf', 'wsd', 'linear', 'constant'] = 'cosine'  # optim.py, learning_rate_at()
     warmup_iters = 100  # linear warm-up: longer if the loss jumps early [>= 0]
-    lr_decay_iters: int | None = None  # None = max_iters [>= 1]
-    min_lr: float | None = None  # None = learning_rate / 10 [>= 0]
+    lr_decay_iters: int | None = None  # None = max_iters [>= 1, if lr_schedule != constant]
+    min_lr: float | None = None  # None = learning_rate / 10 [>= 0, if lr_schedule != constant]
     # system [per job]
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
@@ -152,6 +166,7 @@ class TaskKeys:
 
     # I/O [per job]
     eval_tasks = []  # task files to score the model on, as evaluate.py does: tasks/a.jsonl,b.jsonl [per job, path]
+    # I/O [per job, if eval_tasks]
     eval_tasks_interval = 1000  # steps between scores; 0 = only after the last step [>= 0]
     eval_tasks_limit: int | None = None  # only this many items of each file: generating answers takes time [>= 1]
     eval_tasks_chat: bool | None = None  # write items as messages; None = if the run or its init_from learns chats
@@ -168,15 +183,14 @@ class BestKeys:
 class ShardingKeys:
     """Keys of scripts that shard the model with FSDP."""
 
-    # fsdp [per job]
+    # fsdp [per job, if strategy=fsdp]
     fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
     zero_stage = 3  # 1 (manual only) shards moments, 2 +gradients, 3 +weights; lower = gathered for longer [>= 1, <= 3]
-    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # keep moments or all state in host memory
-    accumulate: Literal['unsharded', 'sharded'] = (
-        'unsharded'  # gradients: whole ones send less, shards need less memory
-    )
+    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # whole gradients send less, shards need less memory
     blocks_per_unit = 1  # blocks gathered together: more = fewer, larger messages [>= 1]
-    prefetch = 1  # manual: units gathered ahead of the current one; 0 = no overlap [>= 0]
+    prefetch = 1  # manual: units gathered ahead of the current one; 0 = no overlap [>= 0, if fsdp_impl=manual]
+    # fsdp [per job]
+    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # keep moments or all state in host memory
 
 
 class OuterKeys:
@@ -188,7 +202,7 @@ class OuterKeys:
     outer_lr = 0.7  # of the outer Nesterov step; 1 with outer_momentum=0 averages the parameters [> 0]
     outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds [>= 0, < 1]
     exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4'] = 'float32'  # of what replicas send
-    error_feedback = False  # keep rounding errors (4 bytes per parameter) and send them next time
+    error_feedback = False  # send rounding errors next time (4 bytes per parameter) [if exchange_dtype != float32]
     # diloco [per job]
     outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params the exchange, too
     plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
@@ -221,9 +235,9 @@ MOVED = {
     'train_fsdp.py': dict.fromkeys(('context_parallel', 'tensor_parallel', 'expert_parallel'), 'train_parallel.py')
 }
 
-# When a key is read: {script: {keys: (what it takes, in words; whether a run has that)}}. For each key that was set in
-# vain, without_effect() of configurator.py makes a line of it. A key that is not listed is always read, or its subject
-# refuses it.
+# When a key is read, where no tag can say it: {scripts: {keys: (what it takes, in words; whether a run has that)}}. For
+# each key that was set in vain, without_effect() of configurator.py makes a line of it. What has neither tag nor row is
+# always read, or its subject refuses it.
 #
 # `run` has the run's final keys as attributes, run.is_given(key) says whether a key was set, and there are facts that
 # are not keys:
@@ -252,25 +266,16 @@ FOLLOWS_FROM = {
     'device': '',
 }
 REFUSED = ('lora_dropout', 'lora_rslora', 'modules_to_save')  # an error: without LoRA all weights would be trained
+IN_WORDS = {  # of a condition on these keys
+    'lora_rank': 'with LoRA: give a --lora_rank, as 16, with a Hugging Face folder as --init_from',
+    'n_experts': 'from scratch with --n_experts',
+    'temperature': 'with a --temperature above 0',
+    'eval_iters': 'without --eval_iters',
+    'out_dir': "with a run's folder as --out_dir",
+}
 DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # their weight decay is not times the learning rate
-OF_THE_LOSS = ('dropout', 'lora_dropout', 'z_loss', 'router_aux', 'router_z')  # keys of the model that a resumed run,
-OF_PAIRS = ('loss_type', 'beta', 'label_smoothing', 'simpo_gamma', 'sft_weight')  # and of DPO's that it may change
-CHECKPOINTS = ('with --keep_checkpoints=1 or more', lambda run: run.keep_checkpoints)
 READ_IF = {
-    'train': {
-        'gpu gpus measured': ('with --dry_run', lambda run: run.dry_run),
-        'resume': ('without --eval_only', lambda run: not run.eval_only),
-        # of train_grpo.py, which has prompts, below
-        'eval_interval val_dataset': (
-            'with --eval_sequences=1 or more',
-            lambda run: run.eval_sequences or run.prompts,
-        ),
-        'checkpoint_interval permanent_interval save_errors async_checkpoint': CHECKPOINTS,
-        'wandb_project wandb_group wandb_run_name': (  # a file may hold the names for when it is turned on
-            'with --wandb_log=True',
-            lambda run: run.wandb_log or run.is_given('wandb_log'),
-        ),
-        'eval_sequences': ('without --eval_iters', lambda run: run.eval_iters is None),
+    'train_': {
         'windows': (
             'on text: conversations are always kept whole',
             lambda run: not run.is_chat or run.windows == 'documents',
@@ -299,7 +304,6 @@ READ_IF = {
             'without experts, or for the size of those that get no expert_hidden_dim',
             lambda run: not run.n_experts or not run.is_given('expert_hidden_dim'),
         ),
-        'experts_per_token expert_hidden_dim router_bias': ('from scratch with --n_experts', lambda run: run.n_experts),
         'router_aux router_z': (
             'in a mixture: from scratch with --n_experts, or an init_from for which transformers has a balancing loss '
             '(not with DeepSpeed)',
@@ -308,10 +312,6 @@ READ_IF = {
         'dropout': (
             "in a class that has dropout: this one's configuration names none",
             lambda run: not run.transformers or run.has_dropout,
-        ),
-        'lora_alpha lora_targets lora_dropout lora_rslora modules_to_save': (
-            'with LoRA: give a --lora_rank, as 16, with a Hugging Face folder as --init_from',
-            lambda run: run.lora_rank,
         ),
         'omega': (
             'in the weight decay of heads and of the DANA family, if no weight_decay is given',
@@ -326,24 +326,8 @@ READ_IF = {
             f'with --optimizer=adamw-decay, {", ".join(DANA)}',
             lambda run: run.optimizer in ('adamw-decay', *DANA),
         ),
-        'lr_decay_iters min_lr': (
-            'with another --lr_schedule than constant',
-            lambda run: run.lr_schedule != 'constant',
-        ),
         'tf32': ('on a GPU', lambda run: run.device.startswith('cuda')),
         'stop_before_end_s': ('in a Slurm job with a time limit', lambda run: run.ends_at_s < float('inf')),
-        'eval_tasks_interval eval_tasks_limit eval_tasks_chat': ('with --eval_tasks', lambda run: run.eval_tasks),
-        'prefetch': ('with --fsdp_impl=manual', lambda run: run.fsdp_impl == 'manual' and run.strategy != 'ddp'),
-        'context_impl': ('with --context_parallel=2 or more', lambda run: run.context_parallel > 1),
-        'error_feedback': (
-            'with an --exchange_dtype that rounds',
-            lambda run: run.exchange_dtype != 'float32',
-        ),
-    },
-    'train_dpo.py': {  # beside those of all train scripts
-        'label_smoothing': ('with another --loss_type than ipo', lambda run: run.loss_type != 'ipo'),
-        'simpo_gamma': ('with --loss_type=simpo', lambda run: run.loss_type == 'simpo'),
-        'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
     },
     'train_grpo.py': {
         'dataset data_dir dataset_stages val_dataset windows eval_interval eval_sequences eval_iters '
@@ -351,46 +335,28 @@ READ_IF = {
             'in scripts that learn from a dataset: here it is --prompts',
             lambda run: not run.prompts,
         ),
-        'fsdp_impl zero_stage accumulate blocks_per_unit': ('with --strategy=fsdp', lambda run: run.strategy == 'fsdp'),
-        'epsilon epsilon_high': ('with --num_iterations=2 or more', lambda run: run.num_iterations > 1),
     },
     'sample.py': {
-        'top_k top_p seed': ('with a --temperature above 0', lambda run: run.temperature),
         'num_samples': (
             'with a --temperature above 0: at 0 all samples are the same',
             lambda run: run.temperature or run.num_samples == 1,
         ),
-        'step': ('for a run: a Hugging Face folder has no steps', lambda run: run.is_run),
-        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
-        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
     },
-    'evaluate.py': {
-        'step': ('for a run: a Hugging Face folder has no steps', lambda run: run.is_run),
+    'sample.py evaluate.py': {'step': ('for a run: a Hugging Face folder has no steps', lambda run: run.is_run)},
+    'sample.py evaluate.py export_model.py': {
         'data_dir': ('for a run from scratch', lambda run: not run.transformers),
         'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
-    },
-    'export_model.py': {
-        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
-        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
-        'max_shard_size': ('without --adapter', lambda run: not run.adapter),
     },
     'prepare_data.py': {
         'fold_system train_on_input': ('with conversations', lambda run: run.is_chat),
         'source_config': ('with OWNER/NAME on the hub as --dataset', lambda run: run.is_hub),
-        'seed': ('with --val_rule=hash', lambda run: run.val_rule == 'hash' and run.val_fraction),
     },
-    'report.py': {'lines': ("with a run's folder as --out_dir", lambda run: run.out_dir)},
     'compare.py': {
-        'gpus node_gpus gpu links': ('with --plan', lambda run: run.plan),
-        'keys output': ('with --plot', lambda run: run.plot),
         'seeds at_once': (
             'with a sweep: --sweep, recipes or sizes in a config file',
             lambda run: run.sweep or run.recipes or run.sizes,
         ),
-        'inner_steps': (
-            'with diloco among --strategies',
-            lambda run: 'diloco' in run.strategies,
-        ),
+        'inner_steps': ('with diloco among --strategies', lambda run: 'diloco' in run.strategies),
         'zero_stages': (
             'with fsdp, fsdp_manual, parallel or deepspeed among --strategies',
             lambda run: {'fsdp', 'fsdp_manual', 'parallel', 'deepspeed'} & {*run.strategies},

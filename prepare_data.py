@@ -48,7 +48,7 @@ class Config:
     vocab_size = 2048  # of the BPE that is trained [>= 1]
     val_fraction: float | None = None  # of the val split; None = 0.1 of stdlib or a text file, else 0.01 [>= 0, < 1]
     val_rule: Literal['hash', 'tail'] | None = None  # documents by hash, or a file's end; None = tail for text files
-    seed = 1337  # of the hash that chooses the validation documents [>= 0, < 4294967296]
+    seed = 1337  # of the hash that chooses validation documents [>= 0, < 4294967296, if val_rule=hash, if val_fraction]
     # files
     name: str | None = None  # of the new dataset; None = made of dataset and tokenizer, such as stdlib-bpe2048
     data_dir = 'data'  # where datasets live [path]

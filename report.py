@@ -29,7 +29,7 @@ from system.files import ROOT, code_version, meant, read_json
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir: str | None = None  # a run's folder; None = only what concerns the machine [path]
-    lines = 40  # of the end of its train.log [>= 0]
+    lines = 40  # of the end of its train.log [>= 0, if out_dir]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

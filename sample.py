@@ -49,9 +49,11 @@ class Config:
     batch_size = 16  # texts that are generated at the same time [>= 1]
     max_new_tokens = 200  # the most tokens of a text; an end-of-text token ends it earlier [>= 1]
     temperature = 0.8  # below 1 favours likely tokens, above 1 evens them out; 0 = always the likeliest token [>= 0]
+    # sampling [if temperature]
     top_k = 0  # draw from the k likeliest tokens only; 0 = all [>= 0]
     top_p = 0.95  # draw from the fewest likeliest tokens that together have this probability; 0 = all [>= 0, <= 1]
     seed = 1337  # the same seed gives the same text, since each sample of a prompt has its own random numbers [>= 0]
+    # sampling
     show_ids = False  # also print token ids: on stderr, or with prompts as "prompt_ids" and "answer_ids"
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: fp32 if fine-tuned, else bf16 if fast

@@ -22,7 +22,7 @@ from keys import BestKeys, Keys, OuterKeys, ShardingKeys, TaskKeys
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
-    # I/O [per job]
+    # I/O [per job, if eval_sequences]
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step [>= 0]
     # fsdp [per job]
     expert_parallel = 1  # ranks of a replica that divide the experts of a mixture; 1 = off [>= 1]

@@ -25,11 +25,11 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
     num_epochs: float | None = 1.0  # passes over the pairs: sets max_iters, unless that is given [result, per job, > 0]
     # schedule [result]
     warmup_iters = 10  # linear warm-up: longer if the loss jumps early [>= 0]
-    # dpo [result]
+    # dpo [result, may change]
     loss_type: Literal['sigmoid', 'sigmoid_norm', 'ipo', 'simpo'] = 'sigmoid'  # of a pair; docs/dpo.md compares them
     beta = 0.1  # how far from the reference is far: lower = further; sigmoid_norm 5, simpo 2.5 [> 0]
-    label_smoothing = 0.0  # share of the pairs whose order is believed to be wrong (cDPO) [>= 0, < 0.5]
-    simpo_gamma = 1.375  # simpo: the chosen answer has to be ahead by gamma / beta per token [>= 0]
+    label_smoothing = 0.0  # share of pairs believed to be in the wrong order (cDPO) [>= 0, < 0.5, if loss_type != ipo]
+    simpo_gamma = 1.375  # simpo: the chosen answer has to be ahead by gamma / beta per token [>= 0, if loss_type=simpo]
     sft_weight = 0.0  # also learn the chosen answers as they are, with this weight: against displacement [>= 0]
     # strategy
     strategy: Literal['ddp', 'fsdp'] = 'ddp'  # each rank holds the whole model, or a slice of each weight [per job]

@@ -41,6 +41,7 @@ class Config(Keys, TaskKeys, ShardingKeys):
     scale_rewards: Literal['none', 'group'] = 'none'  # group: advantages in standard deviations of the prompt's rewards
     loss_type: Literal['dapo', 'dr_grpo', 'grpo'] = 'dapo'  # what a token of a long answer weighs; docs/grpo.md
     num_iterations = 1  # updates from the same answers: more = cheaper, and further from what has written them [>= 1]
+    # grpo [result, if num_iterations > 1]
     epsilon = 0.2  # num_iterations: a token's probability may fall by this share, then it is left alone [> 0, < 1]
     epsilon_high = 0.28  # num_iterations: it may rise by this share [> 0]
     # strategy

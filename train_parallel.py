@@ -24,7 +24,7 @@ from keys import BestKeys, Keys, ShardingKeys, TaskKeys
 class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
     # parallel
     context_parallel = 1  # ranks that share each sequence, for long block_size; they count as one rank; 1 = off [>= 1]
-    context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values go round the ranks one by one, or to all at once
+    context_impl: Literal['ring', 'gather'] = 'ring'  # keys, values: rank to rank, or to all [if context_parallel > 1]
     tensor_parallel = 1  # ranks that split each matrix and work on the same tokens: for wide models; 1 = off [>= 1]
     expert_parallel = 1  # ranks that divide the experts of a mixture and send each other tokens; 1 = off [>= 1]
     # fsdp

@@ -28,7 +28,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from configurator import tagged
 from huggingface import lora, nf4, rotation
 from huggingface.files import (
     Weights,
@@ -67,10 +68,6 @@ LARGEST_KEPT = 2**26  # bytes of a file that is kept; a large vocabulary's token
 # What some classes do to their logits after the head's matmul; with any of these, the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
 AFTER_HEAD += ('lm_head_multiplier', 'output_multiplier')
-NATIVE_MODEL_KEYS = 'arch heads n_layer n_head n_kv_head head_dim n_embd mlp_hidden_dim vocab_size bias'.split()
-NATIVE_MODEL_KEYS += 'tie_embeddings attention_gate parametrization base_width base_depth'.split()
-NATIVE_MODEL_KEYS += 'n_experts experts_per_token expert_hidden_dim router_bias'.split()
-NATIVE_MODEL_KEYS += 'logit_softcap window_pattern window_size'.split()
 LORA_KEYS = 'lora_rank lora_alpha lora_targets lora_dropout lora_rslora modules_to_save'.split()
 # Keys of config.json that change nothing but training. (Not jitter: phimoe chooses experts by it in eval mode, too.)
 DROPOUT = re.compile(r'dropout|_pdrop$')
@@ -277,7 +274,8 @@ class Pretrained:
             if not is_kept:
                 raise
             source = None  # the run resumes from its checkpoints, with the files that it has kept of the folder
-        set_here = [key for key in NATIVE_MODEL_KEYS if key in explicit]
+        taken = {field.name for field in fields(cls)} & config.keys()
+        set_here = [key for key in explicit if key in tagged('model') - taken]
         if set_here:
             given = f'{set_here[0]}={config[set_here[0]]!r}'
             keys = ', '.join(f'{key} ({explicit[key]})' for key in set_here)  # with the file, or 'command line'
@@ -286,10 +284,8 @@ class Pretrained:
             refuse_adapter(source)  # first, since an adapter has no weights of a model
         if source and not (start or is_kept or config['dry_run']):
             Weights(source)  # raises if there are none
-        keys = 'block_size freeze frozen_dtype dropout z_loss rope_theta yarn trust_remote_code'
-        options = {key: config[key] for key in [*keys.split(), *LORA_KEYS]}
         # Most people who fine-tune a mixture add no balancing loss, so its default is for training from scratch.
-        options |= {key: config[key] for key in ('router_aux', 'router_z') if key in explicit}
+        options = {key: config[key] for key in taken if key in explicit or key not in ('router_aux', 'router_z')}
         return cls(source or kept, weights_folder=start.weights_folder if start else source or init_from, **options)
 
     @classmethod

@@ -13,7 +13,7 @@ loss, since val_loss() sums over all of them, and therefore they decide alike.
 import bisect
 import math
 
-from keys import OF_PAIRS
+from configurator import tagged
 
 
 def check_keys(keys):
@@ -46,7 +46,7 @@ class Best:
             prints,
             keys['eval_sequences'],
             keys['block_size'],
-            *(keys[key] for key in OF_PAIRS if key in keys),
+            *(keys[key] for key in keys if key in tagged('may change') - tagged('model')),
         ]
         if saved and saved['evaluated'] == self.evaluated and None not in (saved['step'], saved['val_loss']):
             self.step, self.val_loss, self.stage = saved['step'], saved['val_loss'], saved.get('stage') or 0

@@ -52,7 +52,7 @@ def check_effects(run):
         facts['has_routers'] = pretrained and run.strategy != 'deepspeed' and pretrained.has_routers
     if 'stop_before_end_s' in run.explicit:
         facts['ends_at_s'] = stopping.end_of_slurm_job()
-    run.notes += without_effect(Path(sys.argv[0]).name, config, run.explicit, run.typed, **facts)
+    run.notes += without_effect(Path(sys.argv[0]).resolve().name, config, run.explicit, run.typed, **facts)
 
 
 def fill_layout(run, ranks):

@@ -9,13 +9,13 @@ import json
 from types import SimpleNamespace
 
 import optim
-from configurator import refuse_gone, shown
-from keys import DANA, OF_PAIRS, OF_THE_LOSS
+from configurator import refuse_gone, shown, tagged
+from keys import DANA
 
 
 def identity_of(keys, shape, train_data):
     """The settings that must be the same in a checkpoint and in the run that resumes from it."""
-    model = {key: value for key, value in shape.to_dict().items() if key not in OF_THE_LOSS}
+    model = {key: value for key, value in shape.to_dict().items() if key not in tagged('may change')}
     if 'frozen_dtype' in model:  # the dtype may change between bfloat16 and float32 if no weight is rounded by it
         model['frozen_dtype'] = shape.frozen_rounding
     sizes = ('prompts_per_step', 'num_generations') if 'prompts' in keys else ('global_batch_size',)
@@ -126,7 +126,7 @@ def learns_otherwise(saved, keys):
     say little about those that come. saved: the checkpoint's state."""
     now = json.loads(json.dumps(keys))
     before = {**now, **{key: value for key, value in saved['config'].items() if value is not None}}
-    losses = any(before.get(key) != now.get(key) for key in (*OF_THE_LOSS, *OF_PAIRS))
+    losses = any(before.get(key) != now.get(key) for key in tagged('may change'))
     return losses or rates_at(saved['step'], before) != rates_at(saved['step'], now)
 
 

@@ -1,6 +1,7 @@
 """configurator.py and keys.py: defaults, config files and the command line make a script's keys, and every mistake ends
 in one line."""
 
+import dataclasses
 import math
 import re
 import runpy
@@ -12,8 +13,20 @@ import pytest
 from launch import REPO, TINY_MODEL, environment, fork_script, run_script
 
 import keys
-from configurator import Mistake, checked, closest, parse, read_knobs, run_config_file, without_effect
+from configurator import (
+    Mistake,
+    checked,
+    closest,
+    conditions_of,
+    parse,
+    read_knobs,
+    run_config_file,
+    tagged,
+    without_effect,
+)
+from huggingface.finetune import Pretrained
 from keys import GONE
+from model import ModelConfig
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = sorted(path.name for path in REPO.glob('*.py') if read_knobs(path))
@@ -116,9 +129,9 @@ class Keys:
     # data [result]
     batch_size = 8  # sequences per rank [per job]
     block_size: int | None = None  # None = as long as possible [no tag, 1]
-    # system [per job]
+    # system [per job, if batch_size]
     seed = 1  # of everything [result, per job]
-    device = 'auto'  # where
+    device = 'auto'  # where [may change, if rate > 1]
 
 class MoreKeys:
     '''Of some scripts.'''
@@ -137,8 +150,9 @@ class Config(Keys, MoreKeys):
 
     # special [result]
     rate = 0.5  # how fast
+    # data [per job, if batch_size]
+    device = 'cpu'  # only there [may change, if rate > 1]
     # data
-    device = 'cpu'  # only there
     windows = 3  # of each
     # special
     plan = False  # print it
@@ -178,9 +192,19 @@ def test_tags_of_a_section_hold_for_the_keys_that_have_none(shared):
         'batch_size': ('per job',),
         'block_size': ('result',),
         'seed': ('result', 'per job'),
+        'device': ('per job', 'may change'),
         'rate': ('result',),
     }
+    conditions = {key: knob.conditions for key, knob in knobs.items() if knob.conditions}
+    assert conditions == {'seed': ('if batch_size',), 'device': ('if batch_size', 'if rate > 1')}
     assert knobs['seed'].comment == 'of everything' and knobs['block_size'].comment.endswith('[no tag, 1]')
+
+
+@pytest.mark.parametrize('now', ['device = 1  # only there [may', "device = 'cpu'  # only there [result, may"])
+def test_a_shared_key_cannot_get_a_second_meaning(shared, now):
+    shared.write_text(SHARER.replace("device = 'cpu'  # only there [may", now))
+    with pytest.raises(TypeError, match='train_shared.py gives device of Keys another type, range or tag'):
+        read_knobs(shared)
 
 
 def test_shared_keys_are_set_and_explained_as_if_they_stood_in_the_script(shared, monkeypatch, capsys):
@@ -204,14 +228,23 @@ def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explai
     for script in TRAIN_SCRIPTS:
         for key, knob in read_knobs(REPO / script).items():
             if script == 'train_simple.py':  # whose defaults are config/quickstart.py's, see tests/test_train_simple.py
-                assert knob.tags == read_knobs(REPO / 'train_ddp.py')[key].tags
+                assert {*knob.tags} == {*read_knobs(REPO / 'train_ddp.py')[key].tags} - {'model'}
                 continue
-            assert {*knob.tags} <= {'result', 'per job', 'path'}, (script, key, knob.tags)
+            assert {*knob.tags} <= {'result', 'per job', 'path', 'model', 'may change'}, (script, key, knob.tags)
             if key == 'loss_type':  # the losses of train_dpo.py, and others of train_grpo.py, as in TRL
                 continue
             begins_late = script in ('train_dpo.py', 'train_grpo.py') and key in OF_LATE_STAGES
             default = defaults.setdefault((key, begins_late), (knob.default, knob.types, knob.choices))
             assert default == (knob.default, knob.types, knob.choices), (script, key)
+
+
+def test_the_keys_of_a_model_are_those_that_its_classes_have_and_no_other_key_has_such_a_name():
+    fields = {field.name for kind in (ModelConfig, Pretrained) for field in dataclasses.fields(kind)}
+    for script in (script for script in TRAIN_SCRIPTS if script != 'train_simple.py'):
+        knobs = read_knobs(REPO / script)
+        of_model = {key for key, knob in knobs.items() if 'model' in knob.tags}
+        assert of_model == fields & {*knobs} - {'trust_remote_code'} | {'heads'}, script
+    assert tagged('model') == of_model
 
 
 PATHS = {  # keys that name files or folders, by script; all train scripts have one row
@@ -468,19 +501,10 @@ def test_each_number_of_a_script_has_a_range_and_what_is_outside_is_refused_in_o
 
 # --- keys without effect ----------------------------------------------------------------------------------------------
 
-# {script: {keys: (what of a run makes them read, what does not)}}, in keys and facts beside the defaults.
 FSDP, DILOCO = 'train_fsdp.py', 'train_diloco.py'
+# READ_IF {script: {keys: (what of a run makes them read, what does not)}}, in keys and facts beside the defaults.
 READ = {
     FSDP: {
-        'gpu=H100 gpus=8 measured=out/x': ({'dry_run': True}, {}),
-        'resume=never': ({}, {'eval_only': True}),
-        'eval_interval=7 val_dataset=x': ({}, {'eval_sequences': 0}),
-        'checkpoint_interval=7 permanent_interval=7 save_errors=continue async_checkpoint=True': (
-            {},
-            {'keep_checkpoints': 0},
-        ),
-        'wandb_project=x wandb_group=x wandb_run_name=x': ({'wandb_log': True}, {}),
-        'eval_sequences=9': ({}, {'eval_iters': 2}),
         'windows=stream': ({}, {'is_chat': True}),
         'packing=False': ({'is_chat': True}, {}),
         'trust_remote_code=True': ({'transformers': True}, {}),
@@ -488,50 +512,25 @@ READ = {
         'tokens_per_parameter=8.0': ({'heads': 8}, {'heads': 8, 'max_iters': 9}),
         'dataset=web': ({'dataset_stages': ((1, 'code'),)}, {'dataset_stages': ((0, 'code'), (5, 'books'))}),
         'mlp_hidden_dim=64': ({'n_experts': 8}, {'n_experts': 8, 'expert_hidden_dim': 8}),
-        'experts_per_token=2 expert_hidden_dim=8 router_bias=0.1': ({'n_experts': 8}, {}),
         'router_aux=0.1': ({'n_experts': 8}, {'transformers': True}),
         'router_z=0.1': ({'transformers': True, 'has_routers': True}, {'transformers': True, 'has_routers': False}),
         'dropout=0.1': ({'transformers': True, 'has_dropout': True}, {'transformers': True}),
-        'lora_alpha=8.5 lora_targets=q_proj lora_dropout=0.1 lora_rslora=True modules_to_save=norm': (
-            {'lora_rank': 4},
-            {'lora_rank': 0},
-        ),
         'omega=2.5': ({'optimizer': 'adana'}, {}),
         'kappa=0.5 delta=4.5': ({'optimizer': 'dana-mk4'}, {'optimizer': 'muon'}),
         'beta1=0.5 beta2=0.5': ({'optimizer': 'muon'}, {'optimizer': 'adana'}),
         'wd_ts=9': ({'optimizer': 'adamw-decay'}, {'optimizer': 'ademamix'}),
-        'lr_decay_iters=9 min_lr=0.1': ({}, {'lr_schedule': 'constant'}),
         'tf32=True': ({'device': 'cuda:0'}, {'device': 'cpu'}),
         'stop_before_end_s=9': ({'ends_at_s': 1e9}, {'ends_at_s': math.inf}),
-        'eval_tasks_interval=9 eval_tasks_limit=9 eval_tasks_chat=True': ({'eval_tasks': ['a.jsonl']}, {}),
-        'prefetch=0': ({'fsdp_impl': 'manual'}, {}),
-    },
-    'train_parallel.py': {'context_impl=gather': ({'context_parallel': 2}, {})},
-    'train_dpo.py': {
-        'label_smoothing=0.1': ({}, {'loss_type': 'ipo'}),
-        'simpo_gamma=0.5': ({'loss_type': 'simpo'}, {'loss_type': 'sigmoid'}),
-        'fsdp_impl=manual zero_stage=2 accumulate=sharded blocks_per_unit=2': (
-            {'strategy': 'fsdp'},
-            {'strategy': 'ddp'},
-        ),
     },
     'train_grpo.py': {
-        'fsdp_impl=manual zero_stage=2 accumulate=sharded blocks_per_unit=2': (
-            {'strategy': 'fsdp'},
-            {'strategy': 'ddp'},
-        ),
-        'epsilon=0.1 epsilon_high=0.1': ({'num_iterations': 2}, {}),
         'dataset=x data_dir=x dataset_stages=((1,),) val_dataset=x windows=documents eval_interval=9 '
         'eval_sequences=9 eval_iters=9 global_batch_size=9 loss_spike_guard=True': (
             {'prompts': []},
             {'prompts': ['a.jsonl']},
         ),
     },
-    DILOCO: {
-        'error_feedback=True': ({'exchange_dtype': 'int8'}, {}),
-    },
     'sample.py': {
-        'top_k=3 top_p=0.5 seed=2 num_samples=3': ({}, {'temperature': 0.0}),
+        'num_samples=3': ({}, {'temperature': 0.0}),
         'step=4': ({'is_run': True}, {}),
         'data_dir=x': ({}, {'transformers': True}),
         'trust_remote_code=True': ({'transformers': True}, {}),
@@ -544,17 +543,12 @@ READ = {
     'export_model.py': {
         'data_dir=x': ({}, {'transformers': True}),
         'trust_remote_code=True': ({'transformers': True}, {}),
-        'max_shard_size=1GB': ({}, {'adapter': True}),
     },
     'prepare_data.py': {
         'fold_system=True train_on_input=True': ({'is_chat': True}, {}),
         'source_config=x': ({'is_hub': True}, {}),
-        'seed=2': ({'val_rule': 'hash', 'val_fraction': 0.1}, {'val_rule': 'tail', 'val_fraction': 0.1}),
     },
-    'report.py': {'lines=3': ({'out_dir': 'out'}, {})},
     'compare.py': {
-        'gpus=3 node_gpus=3 gpu=a100 links=3,3': ({'plan': True}, {}),
-        'keys=x output=x': ({'plot': ['out']}, {}),
         'seeds=3 at_once=3': ({'sweep': {'seed': [1]}}, {}),
         'inner_steps=3': ({'strategies': ['diloco']}, {'strategies': ['ddp']}),
         'zero_stages=2': ({'strategies': ['fsdp']}, {'strategies': ['ddp']}),
@@ -584,21 +578,60 @@ def lines_of(script, setting, given, where='command line', **more):
 
 @pytest.mark.parametrize(('script', 'setting', 'read', 'unread'), CASES)
 def test_a_key_that_is_set_and_not_read_says_so(script, setting, read, unread):
-    key = setting.split('=')[0]
     assert lines_of(script, setting, read) == []
-    begins = f'{setting} has no effect here, only '
-    if key in keys.REFUSED:
-        with pytest.raises(ValueError, match=re.escape(begins)):
-            lines_of(script, setting, unread)
-    else:
-        (line,) = lines_of(script, setting, unread)
-        assert line.startswith(f'WARNING: {begins}') and '\n' not in line
+    (line,) = lines_of(script, setting, unread)
+    assert line.startswith(f'WARNING: {setting} has no effect here, only ') and '\n' not in line
 
 
-def test_these_are_all_keys_that_are_not_always_read():
-    declared = {(script, key) for script, rows in keys.READ_IF.items() for names in rows for key in names.split()}
-    tested = [(script if script in keys.READ_IF else 'train', setting.split('=')[0]) for script, setting, *_ in CASES]
-    assert sorted(declared) == sorted(tested)
+def test_these_are_all_keys_whose_condition_no_tag_says():
+    declared = {
+        (script, key)
+        for scripts, rows in keys.READ_IF.items()
+        for script in SCRIPTS
+        if script.startswith(tuple(scripts.split()))
+        for key in ' '.join(rows).split()
+        if key in read_knobs(REPO / script)
+    }
+    tested = {(FSDP if script in TRAIN_SCRIPTS else script, setting.split('=')[0]) for script, setting, *_ in CASES}
+    assert {(FSDP if script in TRAIN_SCRIPTS else script, key) for script, key in declared} == tested
+
+
+def ways_of(condition, knobs):
+    """The key that decides by a tag's words, values with which that holds, and values with which it does not; None if
+    the script lacks the key."""
+    words = condition.replace('if ', '').replace('=', ' ').replace(' ! ', ' != ').split()
+    knob = knobs.get(words[words[0] == 'not'])
+    if knob is None or words[0] == 'not':
+        return knob and (words[1], [False], [True])
+    if len(words) == 1:
+        on = {'bool': True, 'int': 3, 'float': 0.5, 'list': ['x'], 'str': 'x'}[knob.types[0]]
+        return words[0], [on], [type(on)()]
+    if words[1] == '>':
+        return words[0], [int(words[2]) + 1], [int(words[2])]
+    wanted = None if words[-1] == 'None' else words[-1]
+    others = [value for value in knob.choices or (0, 2) if value != wanted]
+    return words[0], *((others, [wanted]) if words[1] == '!=' else ([wanted], others))
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_a_key_is_read_if_its_tags_say_so(script):
+    """Each condition with the others of its key met."""
+    knobs = read_knobs(REPO / script)
+    for key, knob in knobs.items():
+        ways = [found for condition in knob.conditions if (found := ways_of(condition, knobs))]
+        for deciding, met, unmet in ways:
+            for value in met + unmet:
+                values = {name: knob.default for name, knob in knobs.items()}
+                config = type('Config', (), values)()
+                vars(config).update(values | {name: fulfilled[0] for name, fulfilled, _ in ways} | {deciding: value})
+                setattr(config, key, next(other for other in (*knob.choices, 0.25, 'x') if other != knob.default))
+                try:
+                    said = without_effect(script, config, {key: 'command line'})
+                except ValueError as error:
+                    said = [f'WARNING: {error}'] * (key in keys.REFUSED)
+                assert len(said) == (value in unmet), (key, deciding, value, said)
+                words = rf'WARNING: {key}=.* has no effect here, only .*\bwith(out)?\b.*--{deciding}\b'
+                assert all(re.match(words, line) for line in said), said
 
 
 def test_a_rule_that_another_key_overrides_is_not_read():
@@ -647,13 +680,14 @@ def test_a_key_of_a_file_is_not_blamed_for_what_the_file_could_not_know(tmp_path
 
 def test_what_the_words_advise_is_not_refused():
     """A folder's model has its own size, and one from scratch neither LoRA nor frozen parts."""
-    from huggingface import finetune
-
-    for rows in keys.READ_IF.values():
-        for needs, _ in rows.values():
-            advised = {*re.findall(r'--(\w+)', needs)}
-            assert 'from scratch' in needs or not advised & {*finetune.NATIVE_MODEL_KEYS}, needs
-            assert 'init_from' in advised or 'lora_rank' not in advised, needs
+    knobs = read_knobs(REPO / FSDP)
+    advice = [needs for key in knobs for needs, _ in conditions_of(key, knobs, FSDP)]
+    for needs in advice:
+        advised = {*re.findall(r'--(\w+)', needs)}
+        own = tagged('model') - {field.name for field in dataclasses.fields(Pretrained)}
+        assert 'from scratch' in needs or not advised & own, needs
+        assert 'init_from' in advised or 'lora_rank' not in advised, needs
+    assert len(advice) > 40
 
 
 def test_what_is_off_asks_for_nothing():
@@ -667,9 +701,6 @@ SHIPPED = [
     for path in sorted((REPO / 'config').glob('*.py'))
     for script in SCRIPTS
     if script in path.read_text()
-    and script in keys.READ_IF
-    or script.startswith('train_')
-    and script in path.read_text()
 ]
 
 

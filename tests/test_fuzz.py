@@ -164,11 +164,14 @@ def without_ranges(knobs):
     return {key: dataclasses.replace(knob, bounds=()) for key, knob in knobs.items()}
 
 
-@pytest.mark.parametrize('row', ['kappa delta', 'beta1 beta2', 'lr_decay_iters min_lr', 'omega', 'prefetch'])
+@pytest.mark.parametrize('row', ['kappa delta', 'beta1 beta2', 'omega', 'tags'])
 @pytest.mark.parametrize('is_read', [True, False])
 def test_a_key_that_is_wrongly_taken_for_read_or_unread_is_noticed(monkeypatch, row, is_read):
-    rows = keys.READ_IF['train']
-    monkeypatch.setitem(rows, row, (rows[row][0], lambda run: is_read))
+    if row == 'tags':
+        monkeypatch.setattr(configurator, 'condition', lambda key, *tag: (f'with --{key}', lambda run: is_read))
+    else:
+        rows = keys.READ_IF['train_']
+        monkeypatch.setitem(rows, row, (rows[row][0], lambda run: is_read))
     monkeypatch.setattr(fuzzing_keys, 'check_values', fuzzing_keys.check_effect)  # draw these alone
     monkeypatch.setattr(fuzzing_keys, 'TABLE', {'prefetch': fuzzing_keys.TABLE['prefetch']})
     assert failures('keys', 150)
