@@ -360,26 +360,17 @@ def find(key, knobs, script, given, advice=''):
     raise Mistake(f'{given} is not a key of {script.name}: {hint}{advice}')
 
 
-@functools.cache
-def other_trainers():
-    """{a flag of another trainer: what it is here}, the rows of docs/reference/names.md; {} without that file."""
-    found = {}
-    with contextlib.suppress(OSError):
-        page = (Path(__file__).parent / 'docs/reference/names.md').read_text(encoding='utf-8')
-        for theirs, ours in re.findall(r'^\| (`[^|]*) \| ([^|]*) \|$', page, re.M):
-            found |= dict.fromkeys(re.findall(r'`([\w.]+)`', theirs), ours)
-    return found
-
-
 def translated(key, knobs, script):
     """What a flag of another trainer is here, in the words of an error; None for a key of knobs, or if nobody knows.
     Of a.b.c are tried a.b.c, the sections a.b and a, and then b.c, b and c. An answer names the owner of each key that
     this script lacks."""
+    from other_names import OTHER_NAMES  # here, since few command lines need them
+
     if 'to' in knobs and key in ('output_dir', 'local_dir'):  # of hf and torchtune; here out_dir is the folder of a run
         return f'here it is to: {knobs["to"].comment}'
     parts = key.split('.')
     tries = [('.'.join(parts[i:j]), j == len(parts)) for i in range(len(parts)) for j in range(len(parts), i, -1)]
-    found = next((name for name, is_last in tries if name in other_trainers() or (is_last and name in knobs)), None)
+    found = next((name for name, is_last in tries if name in OTHER_NAMES or (is_last and name in knobs)), None)
     if found is None or key in knobs:
         return None
 
@@ -390,9 +381,9 @@ def translated(key, knobs, script):
         owner = owner or (None if is_more else owner_of(key, script))
         return f'{code} of {owner}' if owner else code
 
-    if 'init_from' not in knobs and 'out_dir' in knobs and other_trainers().get(found, '').startswith('`init_from`'):
+    answer = f'`{found}`' if found in knobs else OTHER_NAMES[found]
+    if 'init_from' not in knobs and 'out_dir' in knobs and answer.startswith('`init_from`'):
         return f'here it is out_dir: {knobs["out_dir"].comment}'
-    answer = f'`{found}`' if found in knobs else re.sub(r' \(\[.*?\]\(.*?\)\)', '', other_trainers()[found])  # no links
     text = re.sub(r'(`(\w+)(?:=[\w,]+)?`)(?: of (\w+\.py))?(?=(, `)?)', with_owner, answer)
     return ('here it is ' if answer[0] == '`' else '') + text.replace('`', '')
 

@@ -167,7 +167,7 @@ def test_commands_use_only_keys_that_their_script_has(page):
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)
 def test_keys_that_a_page_names_exist(page):
     """Written as `--key`, `--key=value` or `key=value`, in text and tables. The first columns of names.md are left out:
-    they have the flags of other trainers."""
+    they have the commands of other trainers."""
     text = page.read_text()
     if page.name == 'names.md':
         text = re.sub(r'^\|[^|]*\|', '|', text, flags=re.MULTILINE)
