@@ -48,8 +48,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from attention import place_in_documents
 from layout import FP32, make_mesh
-from model import SAVED_OPS, ModelConfig, place_in_documents
+from model import SAVED_OPS, ModelConfig
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ of t ranks that chose it. One layer with 4 experts, 2 for each token, on t = 2 r
     compute              expert 0, expert 1          expert 2, expert 3
     sorted back          a0 b0 a1 d0                 b2 c2 d2 c3
     combine              a0 b0 a1 | b2               d0 | c2 d2 c3              the same all-to-all backwards
-    weigh and sum        a = a0 + a1, b = b0 + b2    c = c2 + c3, d = d0 + d2   as without, in model.MoE
+    weigh and sum        a = a0 + a1, b = b0 + b2    c = c2 + c3, d = d0 + d2   as without, in experts.MoE
 
 Who holds what?         Rank i of the t has the experts i E/t to (i+1) E/t, which are consecutive rows of each weight.
                         The rest of the model is the same on all ranks. The data is not: each rank has its own.
@@ -48,8 +48,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from experts import Experts, TakeRows
 from layout import Share, Slice
-from model import SAVED_OPS, Experts, ModelConfig, TakeRows
+from model import SAVED_OPS, ModelConfig
 from system import collectives
 
 # --- the split --------------------------------------------------------------------------------------------------------

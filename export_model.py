@@ -56,7 +56,7 @@ from text.tokenizer import SAMPLE_TEXT, as_file
 errors.report_errors()
 devices.make_compile_caches()  # torch imports its compiler to read a checkpoint
 # What transformers runs where it has no class. In the exported folder these files import each other from beside them.
-CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py', 'loss.py')
+CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py', 'attention.py', 'experts.py', 'loss.py')
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------
 

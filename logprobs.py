@@ -11,8 +11,8 @@ fp32: in bfloat16, log-probabilities near -20 are 0.125 apart, as much as what a
 
 import torch
 
+from attention import place_in_documents
 from loss import LOGITS_BYTES, add_product, cross_entropy
-from model import place_in_documents
 
 
 def token_logps(model, x, y, starts, temperature=1.0):

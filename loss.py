@@ -161,3 +161,11 @@ class LogitsOf:
 
     def __call__(self, rows):
         return rows if self.matrix is None else softcapped(rows @ self.matrix.T, self.cap)
+
+
+def loss_of_routers(routers, routings, y):
+    """What the routers of all layers, each a Balance, add to the loss_sum of the targets y. routings: for each of them
+    (chosen (N, k), logits (N, E))."""
+    valid = y.flatten() >= 0  # the same tokens as in the cross-entropy
+    of_layers = [router.loss_sum(*routing, valid) for router, routing in zip(routers, routings, strict=True)]
+    return sum(of_layers) / len(of_layers)

@@ -21,8 +21,7 @@ used. So the same operations run under DDP, where weights are fp32, and under fu
 and so makes the cast free. Nothing here knows how the model is sharded. Only the routers of a mixture of experts
 (n_experts, in llama and qwen3) have buffers. to_empty() would leave garbage in these, so GPT._apply() resets them.
 
-Letters for shapes: B sequences, T tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim, N = B*T, V = vocabulary;
-in a mixture of experts E experts with M hidden units each, of which k compute each token.
+Letters for shapes: B sequences, T tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim, N = B*T, V = vocabulary.
 """
 
 import hashlib
@@ -35,7 +34,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from loss import ChunkedCrossEntropy, LogitsOf, add_product, cross_entropy, softcapped
+from attention import KVCache, MaskedAttention, attention_of_documents, attention_of_rows
+from loss import ChunkedCrossEntropy, LogitsOf, add_product, cross_entropy, loss_of_routers, softcapped
 
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 LLAMA_STYLE = ('llama', 'qwen3')  # RMSNorm and SwiGLU
@@ -43,9 +43,6 @@ LLAMA_STYLE = ('llama', 'qwen3')  # RMSNorm and SwiGLU
 # A parameter counts for the first of these parts that has a word which its name contains, here or in transformers.
 PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
 PARTS |= {'mlp': ('mlp',), 'head': ('head',)}
-
-# For varlen_attn(), which from torch 2.12 on has to be told that there are fewer key heads than query heads.
-GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 
 # Selective activation checkpointing keeps the results of these operations, which are expensive to compute again. Who
 # divides the work over ranks adds collectives of its own.
@@ -72,7 +69,7 @@ class ModelConfig:
     n_experts: int = 0  # 0: one MLP in each block, which computes all tokens
     experts_per_token: int = 2
     expert_hidden_dim: int | None = None
-    router_aux: float = 0.001  # see Router.loss_sum()
+    router_aux: float = 0.001  # see experts.Balance.loss_sum()
     router_z: float = 0.0
     router_bias: float = 0.0  # see optim.balance_experts()
     vocab_size: int | None = None
@@ -379,124 +376,6 @@ def llama3_frequencies(frequency, factor, low, high, before):
     return torch.where((length < before / high) | (length > before / low), far, between)
 
 
-# By default a row is one sequence, in which each token sees itself and those before it. For other rows the argument
-# `attention` says where each token stands in its document, and computes attention within documents. It has
-#
-#     positions                           int64 (B, T), or (1, T) if they are the same in all rows
-#     cos_sin                             (2, B, T, 1, D/2), the rotation of each token; GPT.forward() fills it in
-#     attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
-#                                         token sees itself and the window - 1 tokens before it (MaskedAttention
-#                                         takes no scale)
-#
-# MaskedAttention and PackedAttention are below; context_manual.py has one for sequences spread over ranks. They are
-# classes because blocks take them as inputs, and in a tuple fully_shard would cast cos_sin to the compute dtype.
-
-
-@dataclass
-class MaskedAttention:
-    """Given by a mask that says which token sees which."""
-
-    positions: torch.Tensor
-    mask: torch.Tensor | None  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens + T); None: all before
-    cos_sin: torch.Tensor | None = None
-    near: torch.Tensor | None = None  # the mask of layers with a window; made once for all by with_window()
-
-    def attend(self, q, k, v, dropout=0.0, window=None):
-        mask = self.mask if window is None else self.near
-        options = {'attn_mask': mask, 'is_causal': mask is None, 'dropout_p': dropout}
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] < q.shape[1], **options)
-
-    def with_window(self, window):
-        """The same, for a model that has layers with this window."""
-        T, seen = (self.positions.shape[1],) * 2 if self.mask is None else self.mask.shape[2:]
-        columns = torch.arange(seen, device=self.positions.device)[None]
-        # Distances are those of positions: rows may have branches. (Behind a cache there are none, and columns do.)
-        keys, queries = (self.positions,) * 2 if T == seen else (columns, columns[:, -T:])
-        near = (queries[:, None, :, None] - keys[:, None, None, :]) < window  # (B or 1, 1, T, seen)
-        return replace(self, near=near.tril() if self.mask is None else near & self.mask)
-
-
-@dataclass
-class PackedAttention:
-    """Several documents in each row, for a kernel that needs no mask; see has_flash_attention()."""
-
-    positions: torch.Tensor
-    borders: torch.Tensor  # int32 (B*M + 1): where documents begin and end in all B*T tokens
-    cos_sin: torch.Tensor | None = None
-
-    def attend(self, q, k, v, dropout=0.0, scale=None, window=None):
-        from torch.nn.attention.varlen import varlen_attn  # imports the compiler: 1.7 s, which other runs are spared
-
-        assert not dropout, f'dropout={dropout} in a kernel that has none'
-        B, _, T, _ = q.shape
-        q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))  # (B*T, heads, D) each
-        options = GROUPED_QUERIES | {'scale': scale, 'window_size': (-1 if window is None else window - 1, 0)}
-        y = varlen_attn(q, k, v, self.borders, self.borders, T, T, **options)
-        return y.unflatten(0, (B, T)).transpose(1, 2)
-
-
-def attention_of_documents(starts, T, dtype, dropout, head_dim):
-    """For rows that hold several documents each, and for heads of this size, in this dtype, with this dropout.
-
-    starts: int64 (B, M), where the documents of a row begin, at most M. The first begins at 0; unused places hold T.
-    """
-    document, positions = place_in_documents(starts, T)
-    if dropout or not has_flash_attention(starts.device, dtype, head_dim):
-        return MaskedAttention(positions, (document[:, None, :, None] == document[:, None, None, :]).tril())
-    return PackedAttention(positions, borders_of_documents(starts, T))
-
-
-def attention_of_rows(x, T, dtype, dropout, head_dim):
-    """As attention_of_documents() for rows of x that are one document each: where some layers have a window."""
-    if dropout or not has_flash_attention(x.device, dtype, head_dim):
-        return MaskedAttention(torch.arange(T, device=x.device)[None], mask=None)
-    return attention_of_documents(x.new_zeros(x.shape[0], 1, dtype=torch.int64), T, dtype, dropout, head_dim)
-
-
-def has_flash_attention(device, dtype, head_dim):
-    """Whether FlashAttention 2 runs there: on NVIDIA's cards since Ampere, in half precision, for heads of up to 256
-    dimensions, a multiple of 8. (scaled_dot_product_attention() chooses another kernel by itself where it does not.)"""
-    if device.type in ('cpu', 'mps') or dtype.itemsize > 2 or head_dim % 8 or head_dim > 256:
-        return False
-    return device.type != 'cuda' or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def place_in_documents(starts, T):
-    """For each token the number of its document in the row, and its position in that document: int64 (B, T) both."""
-    count = torch.arange(T, device=starts.device).repeat(starts.shape[0], 1)
-    document = torch.searchsorted(starts, count, right=True) - 1
-    return document, count - starts.gather(1, document)
-
-
-def borders_of_documents(starts, T):
-    """PackedAttention.borders. Unused places count as empty documents, so that every batch has equally many and nothing
-    is compiled again for another number."""
-    B = starts.shape[0]
-    rows = torch.arange(B, device=starts.device)[:, None] * T
-    return F.pad((starts + rows).flatten().int(), (0, 1), value=B * T)
-
-
-class KVCache:
-    """Keys and values of the tokens that one block has seen, with room for `capacity` tokens."""
-
-    def __init__(self, capacity):
-        self.capacity, self.length = capacity, 0
-
-    def append(self, k, v):
-        """Add k and v (B, K, T, D); returns all keys and all values so far, (B, K, length, D) each."""
-        if self.length == 0:
-            B, K, _, D = k.shape
-            self.keys, self.values = k.new_empty(2, B, K, self.capacity, D).unbind()
-        start, self.length = self.length, self.length + k.shape[2]
-        self.keys[:, :, start : self.length] = k
-        self.values[:, :, start : self.length] = v
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-    def keep(self, rows):
-        """Keep these rows of the batch, a tensor of their numbers, and forget the others."""
-        self.keys, self.values = self.keys[rows], self.values[rows]
-
-
 class Attention(nn.Module):
     """Causal self-attention with grouped queries, optional norms of q and k, RoPE and output gate."""
 
@@ -566,243 +445,6 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
-# A mixture of experts. In place of one MLP a block has E small ones, the experts, and each token is computed by only k
-# of them, so the block has E/k times as many MLP weights as a token uses. A router, a matrix with one row per expert,
-# learns which k to choose. The rule is that of Qwen3-MoE in transformers. An expert takes any number of tokens: with a
-# limit some tokens would have to be dropped, and which ones would depend on what else is in the batch.
-
-
-class Balance(nn.Module):
-    """What keeps the experts of one router in balance. It is a part of Router, and stands beside a router of
-    transformers (huggingface/finetune.py).
-
-    Left alone, training sends more and more tokens to a few experts, which learn from them and so are chosen again,
-    while other experts die. The usual remedy is the loss in loss_sum(); another one is `bias`. Both depend on `load`
-    (E), a buffer that is saved in checkpoints: how many of a token's k choices went to each expert in the step before,
-    on average over the global batch, so that the loads sum to k. optim.balance_experts() updates it once a step.
-    """
-
-    def __init__(self, n_experts, k, aux, z, bias_rate=0.0):
-        super().__init__()
-        self.n_experts, self.k = n_experts, k
-        self.aux, self.z, self.bias_rate = aux, z, bias_rate
-        self.register_buffer('load', torch.empty(self.n_experts))
-        self.register_buffer('bias', torch.empty(self.n_experts) if self.bias_rate else None)
-        # This rank's counts in the step so far: the tokens of each expert, and last the sum over tokens of the router's
-        # entropy. In float64, which counts up to 2^53 one by one.
-        self.register_buffer('seen', torch.empty(self.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.seen_by_all = None  # the same of all ranks in the last step, for the log
-        self.begin()
-
-    def begin(self):
-        """Reset to the state before the first step: a uniform load."""
-        self.load.fill_(self.k / self.n_experts)
-        self.seen.zero_()
-        if self.bias is not None:
-            self.bias.zero_()
-
-    def loss_sum(self, chosen, logits, valid):
-        """
-        What this router adds to the loss: an fp32 sum over the `valid` (N) tokens, which are counted in `seen` on the
-        way. chosen: (N, k); logits: (N, E). The model takes the mean over the routers of its layers.
-
-            router_aux * E * sum over e of load[e] * p[e]  +  router_z * logsumexp(logits)^2
-
-        The first term is the balancing loss of the Switch Transformer (arXiv 2101.03961) as transformers scales it, so
-        that E * sum is k under perfect balance; its gradient lowers p where the load is high. Usually the load is that
-        of the same tokens. But then the loss of a micro-batch on one rank is not its part of the loss of the global
-        batch, which knows the load of the whole (and works better, arXiv 2501.11873), and the gradient would depend on
-        the number of ranks and of micro-steps. With the load of the step before, the term is a sum over tokens like the
-        cross-entropy, and the gradient depends on neither. The second term keeps logits small (arXiv 2202.08906).
-        """
-        lse = logits.logsumexp(-1)  # (N)
-        p = (logits - lse[:, None]).exp()  # (N, E)
-        with torch.no_grad():
-            entropy = lse - (p * logits).sum(-1)  # (N)
-            self.seen[-1] += (entropy * valid).sum()
-            counted = valid.double().repeat_interleave(self.k)  # (N*k)
-            self.seen.scatter_add_(0, chosen.flatten(), counted)  # sums of ones: the same in any order
-        return ((self.aux * self.n_experts * (p @ self.load) + self.z * lse**2) * valid).sum()
-
-
-class Router(Balance):
-    """Chooses k of E experts for each token, and the weight of each of their outputs."""
-
-    def __init__(self, config):
-        rates = config.router_aux, config.router_z, config.router_bias
-        super().__init__(config.n_experts, config.experts_per_token, *rates)
-        self.weight = nn.Parameter(torch.empty(self.n_experts, config.n_embd))
-
-    def forward(self, x, choice=None):
-        """x (N, C) -> weights (N, k), which sum to 1 for each token; chosen (N, k), numbers of experts; logits (N, E).
-
-        This is computed in fp32 whatever the dtype of x, because with bf16 logits 1 token in 30 has a tie between the
-        last expert that is chosen and the next one. The router's weight is rounded to the dtype of x first, since under
-        fully_shard it arrives rounded.
-        choice: a list for activation checkpointing, empty at first, in which the first forward leaves its choice for
-        the second. If a GPU chose again, a near tie could end differently, and backward would not match forward.
-        """
-        logits = F.linear(x.float(), self.weight.to(x.dtype).float())  # (N, E)
-        p = logits.softmax(-1)
-        if choice:
-            chosen = choice[0]
-        else:
-            scores = p.detach() if self.bias is None else p.detach() + self.bias  # the bias affects the choice only
-            chosen = scores.topk(self.k).indices
-            if choice is not None:
-                choice.append(chosen)
-        weights = p.gather(1, chosen)
-        return weights / weights.sum(-1, keepdim=True), chosen, logits
-
-
-class ExpertLinear(nn.Module):
-    """One matrix (out, in) for each expert, stacked by rows in one weight (E*out, in).
-
-    Having two dimensions, the weight is an ordinary matrix for initial values, FSDP, checkpoints and optimizers: it is
-    cut by rows into any number of parts, and its fan_in is the number of columns. Only this class views it as
-    (E, out, in).
-    """
-
-    def __init__(self, config, inputs, outputs):
-        super().__init__()
-        self.n_matrices = config.n_experts  # fused in the weight; Muon treats each by itself
-        self.active = config.experts_per_token / config.n_experts  # the share of the weights that a token meets
-        self.weight = nn.Parameter(torch.empty(config.n_experts * outputs, inputs))
-
-    def forward(self, rows, where):
-        """rows (R, in) -> (R, out); both as in multiply_by_expert()."""
-        matrices = self.weight.to(rows.dtype).unflatten(0, (self.n_matrices, -1))  # (E, out, in)
-        return multiply_by_expert(rows, matrices.mT, where)
-
-
-def multiply_by_expert(rows, matrices, where):
-    """rows (R, in), first those of the first expert, then those of the second, ..., each times the matrix of its expert
-    -> (R, out). matrices: (E, in, out).
-
-    where: how many rows each expert has, as a list; or the index behind its last row, as a tensor on the device.
-    """
-    if isinstance(where, torch.Tensor):
-        return F.grouped_mm(rows, matrices, offs=where)
-    parts = zip(rows.split(where), matrices.unbind(), strict=True)  # some may be empty
-    return torch.cat([part @ matrix for part, matrix in parts])
-
-
-class Experts(nn.Module):
-    """E MLPs with a SiLU gate (SwiGLU), each for rows of its own."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.gate = ExpertLinear(config, config.n_embd, config.expert_hidden_dim)
-        self.up = ExpertLinear(config, config.n_embd, config.expert_hidden_dim)
-        self.down = ExpertLinear(config, config.expert_hidden_dim, config.n_embd)
-
-    def forward(self, rows, ends):
-        """rows (R, C), sorted by expert -> (R, C). ends (E) int32: the index behind the last row of each expert."""
-        where = where_of_each(ends, rows)
-        return self.down(F.silu(self.gate(rows, where)) * self.up(rows, where), where)
-
-
-def where_of_each(ends, rows, is_even=True):
-    """The rows (R, C) of each expert as multiply_by_expert() takes them.
-
-    In bf16 a GPU computes all experts at once, and the host need not know how many rows each of them has. Otherwise
-    one matmul follows the other: a CPU loses nothing by that, and a GPU has no other way in fp32, or if is_even is
-    False: some matrix's size is no multiple of 8.
-    """
-    at_once = rows.dtype == torch.bfloat16 and rows.device.type in ('cuda', 'meta') and rows.shape[0] > 0
-    return ends if at_once and is_even else rows_of_each(ends, rows)
-
-
-def rows_of_each(ends, rows):
-    """How many of the rows (R, C) each expert has: a list, for which the host waits."""
-    return ends.diff(prepend=ends.new_zeros(1)).tolist()
-
-
-def idle_numbers(module):
-    """How many numbers in the weights of a module's experts do not compute a given token, which meets k of E."""
-    return sum(idle_parts(module).values())
-
-
-def idle_parts(module):
-    """{parameter of experts: how many of its numbers do not compute a given token}. Experts are the modules with
-    `active`, the share of them that a token meets: ExpertLinear, and those of transformers (finetune.mark_experts)."""
-    return {
-        parameter: round((1 - inner.active) * parameter.numel())
-        for inner in module.modules()
-        if isinstance(getattr(inner, 'active', None), float)
-        for parameter in inner.parameters()
-    }
-
-
-class TakeRows(torch.autograd.Function):
-    """x[index] of x (N, C), where it is known to which rows of the result each row of x goes: `places` (N, n).
-
-    The gradient of a row of x can therefore be gathered from these places and summed. Autograd does not know them. It
-    would scatter gradients and add those that meet: on a GPU in an order that changes (index_add), or after it has
-    sorted the index once more.
-    """
-
-    @staticmethod
-    def forward(ctx, x, index, places):
-        ctx.save_for_backward(places)
-        return x[index]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (places,) = ctx.saved_tensors
-        return gradient[places].sum(1), None, None
-
-
-class MoE(nn.Module):
-    """A mixture of experts in the place of the MLP."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.router, self.experts = Router(config), Experts(config)
-
-    def forward(self, x, choice=None):
-        """x (B, T, C) -> y (B, T, C), and what the router needs for its loss: (chosen (N, k), logits (N, E)).
-
-        choice: as in Router.forward().
-        """
-        tokens = x.flatten(0, 1)  # (N, C)
-        weights, chosen, logits = self.router(tokens, choice)
-        y = through_experts(tokens, chosen, weights.to(x.dtype), self.router.n_experts, self.experts)
-        return y.view_as(x), (chosen, logits)
-
-
-def through_experts(tokens, chosen, weights, n_experts, experts):
-    """tokens (N, C), each through the k experts that it chose -> (N, C), the sum of their outputs by weights (N, k).
-
-    chosen: (N, k), numbers of experts. experts: a function of (rows (R, C), sorted by expert; ends (E) int32, the index
-    behind the last row of each expert) -> (R, C).
-    """
-    k = chosen.shape[1]
-    # A row for each choice of each token: first those of the first expert, then those of the second, ...
-    # Row r is choice order[r] % k of token order[r] // k.
-    expert, order = chosen.flatten().sort(stable=True)  # (N*k) both
-    numbers = torch.arange(n_experts, device=tokens.device)
-    ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E)
-    row = order.argsort()  # (N*k): the row of each choice
-    rows = TakeRows.apply(tokens, order // k, row.view(-1, k))  # (N*k, C)
-    rows = experts(rows, ends)
-    rows = TakeRows.apply(rows, row, order[:, None]).unflatten(0, (-1, k))  # (N, k, C), back to their tokens
-    return (rows * weights[..., None]).sum(1)
-
-
-def is_load(name):
-    """Whether a tensor of this name is the `load` of a Balance, which belongs to the training and not to the model."""
-    return name.endswith('router.load')
-
-
-def loss_of_routers(routers, routings, y):
-    """What the routers of all layers, each a Balance, add to the loss_sum of the targets y. routings: for each of them
-    (chosen (N, k), logits (N, E))."""
-    valid = y.flatten() >= 0  # the same tokens as in the cross-entropy
-    of_layers = [router.loss_sum(*routing, valid) for router, routing in zip(routers, routings, strict=True)]
-    return sum(of_layers) / len(of_layers)
-
-
 class Block(nn.Module):
     """Pre-norm transformer block: the unit that is compiled, checkpointed and sharded."""
 
@@ -811,7 +453,13 @@ class Block(nn.Module):
         self.attn_norm = Norm(config, config.n_embd)
         self.attn = Attention(config, rotary, window)
         self.mlp_norm = Norm(config, config.n_embd)
-        self.mlp = MoE(config) if config.n_experts else MLP(config)
+        self.is_mixture = config.n_experts > 0
+        if self.is_mixture:
+            from experts import MoE  # here, since other models need nothing of it
+
+            self.mlp = MoE(config)
+        else:
+            self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
         self.branch_scale = 1 / config.ratios[1]
         self.activation_checkpointing = 'none'
@@ -826,7 +474,7 @@ class Block(nn.Module):
 
     def add_attention_and_mlp(self, x, cache, attention, choice=None):
         x = x.add(self.drop(self.attn(self.attn_norm(x), cache, attention)), alpha=self.branch_scale)
-        if not isinstance(self.mlp, MoE):
+        if not self.is_mixture:
             return x.add(self.drop(self.mlp(self.mlp_norm(x))), alpha=self.branch_scale)
         y, routing = self.mlp(self.mlp_norm(x), choice)
         return x.add(self.drop(y), alpha=self.branch_scale), routing
@@ -918,7 +566,7 @@ class GPT(nn.Module):
 
     def forward(self, x, y=None, starts=None, attention=None, cache=None, then=None):
         """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins.
-        attention: one of the classes above, in place of `starts`. cache: one KVCache per block, with the tokens
+        attention: a class of attention.py, in place of `starts`. cache: one KVCache per block, with the tokens
         before x. then: a function of (hidden (B, T, C), logits_of), whose result is returned; logits_of, a
         LogitsOf, is a function from rows of hidden to their logits.
 
@@ -1034,8 +682,8 @@ class GPT(nn.Module):
             part = next((part for part, words in PARTS.items() if any(word in name for word in words)), 'other')
             counts[part] = counts.get(part, 0) + parameter.numel()
         trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
-        total, idle = sum(counts.values()), idle_numbers(self)
-        return counts | {'total': total, 'trainable': trainable} | ({'active': total - idle} if idle else {})
+        total, inactive = sum(counts.values()), sum(inactive_parameters(self).values())
+        return counts | {'total': total, 'trainable': trainable} | ({'active': total - inactive} if inactive else {})
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
@@ -1047,9 +695,9 @@ class GPT(nn.Module):
         tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         matrices = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}
         in_matmuls = [parameter for parameter in self.parameters() if parameter not in tables - matrices]
-        idle = idle_parts(self)
+        inactive = inactive_parameters(self)
         flops = sum(
-            (6 if parameter.requires_grad else 4) * (parameter.numel() - idle.get(parameter, 0))
+            (6 if parameter.requires_grad else 4) * (parameter.numel() - inactive.get(parameter, 0))
             for parameter in in_matmuls
         )
         return flops + self.flops_of_attention
@@ -1059,3 +707,19 @@ def generator_of(seed, name, device='cpu'):
     """The generator of a parameter's initial values. It depends on (seed, name) alone, and on the kind of device."""
     digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], 'little'))
+
+
+def inactive_parameters(module):
+    """{parameter of experts: how many of its elements do not compute a given token}. Experts are the modules with
+    `active`, the share of them that a token meets: ExpertLinear, and those of transformers (finetune.mark_experts)."""
+    return {
+        parameter: round((1 - inner.active) * parameter.numel())
+        for inner in module.modules()
+        if isinstance(getattr(inner, 'active', None), float)
+        for parameter in inner.parameters()
+    }
+
+
+def is_load(name):
+    """Whether a tensor of this name is the `load` of a Balance, which belongs to the training and not to the model."""
+    return name.endswith('router.load')

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layout import FP32
-from model import Attention, ExpertLinear
+from model import Attention
 from moments import CHUNK, FOREACH, in_parts
 
 MOMENTUM = 0.95  # mu
@@ -38,7 +38,7 @@ def hidden_matrices(model):
             hidden[module.qkv.weight] = [heads * module.head_dim for heads in module.heads_of_qkv]
         for own_name, parameter in module.named_parameters(recurse=False):
             is_hidden = parameter.dim() == 2 and not isinstance(module, nn.Embedding) and parameter.requires_grad
-            if is_hidden and isinstance(module, ExpertLinear):
+            if is_hidden and hasattr(module, 'n_matrices'):  # experts.ExpertLinear
                 hidden[parameter] = [parameter.shape[0] // module.n_matrices] * module.n_matrices
             if is_hidden and name.split('.')[-1] not in ('head', 'lm_head') and own_name not in ('lora_A', 'lora_B'):
                 hidden.setdefault(parameter, [parameter.shape[0]])

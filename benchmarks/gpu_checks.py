@@ -56,7 +56,8 @@ def experts(device, arguments):
 
     import torch.nn.functional as F
 
-    from model import MLP, Experts, ModelConfig, MoE, rows_of_each
+    from experts import Experts, MoE, rows_of_each
+    from model import MLP, ModelConfig
 
     tokens, width, n_experts, k, hidden = EXPERTS[arguments.of]
     keys = dict(arch='qwen3', n_embd=width, n_head=width // 16, mlp_hidden_dim=k * hidden, vocab_size=64)
@@ -113,12 +114,12 @@ def compiled_experts(device, arguments):
     """
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    import model as model_module
+    import experts
     from model import GPT, ModelConfig
 
     backend = 'inductor'
     if device.type == 'cpu':  # it has that kernel, too; with inductor a C++ compiler would take minutes
-        model_module.rows_of_each, backend = lambda ends, rows: ends, 'aot_eager'
+        experts.rows_of_each, backend = lambda ends, rows: ends, 'aot_eager'
     config, counter, numbers = ModelConfig.from_keys(TINY | TINY_EXPERTS), CompileCounterWithBackend(backend), []
     for compiles in (False, True):
         model = GPT(config, torch.bfloat16).to(device)

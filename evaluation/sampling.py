@@ -15,8 +15,9 @@ import math
 
 import torch
 
+from attention import MaskedAttention
 from layout import counted
-from model import GPT, MaskedAttention
+from model import GPT
 from system.processes import unwrapped
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from model import MaskedAttention
+from attention import MaskedAttention
 from system import processes
 
 LOGITS_BYTES = {'cpu': 1 << 25, 'cuda': 1 << 28}  # at most, for one chunk of tokens

@@ -37,7 +37,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from attention import MaskedAttention, attention_of_documents
 from configurator import tagged
+from experts import Balance
 from huggingface import lora, nf4, rotation
 from huggingface.files import (
     Weights,
@@ -48,16 +50,8 @@ from huggingface.files import (
     rows_in_folder,
     tensors_to_load,
 )
-from loss import ChunkedCrossEntropy, LogitsOf, cross_entropy
-from model import (
-    GPT,
-    Balance,
-    MaskedAttention,
-    attention_of_documents,
-    is_load,
-    loss_of_routers,
-    recomputed,
-)
+from loss import ChunkedCrossEntropy, LogitsOf, cross_entropy, loss_of_routers
+from model import GPT, is_load, recomputed
 from system import collectives, processes
 from system.errors import is_lost_peer, is_out_of_memory, one_line
 from system.files import merge_command, read_json, refuse_lfs_pointer, refuse_link_out
@@ -449,8 +443,8 @@ def has_uneven_experts(model):
 
 
 def mark_experts(model):
-    """Note in a mixture's modules of experts which share of them computes a token, as model.idle_parts() reads it. They
-    are lists of modules, or hold the matrices of all experts in one tensor."""
+    """Note in a mixture's modules of experts which share of them computes a token, for model.inactive_parameters().
+    They are lists of modules, or hold the matrices of all experts in one tensor."""
     text = model.config.get_text_config()
     names = ('num_experts_per_tok', 'experts_per_token', 'moe_topk', 'moe_k')
     chosen = next((getattr(text, name) for name in names if getattr(text, name, None)), None)

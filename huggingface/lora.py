@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from experts import multiply_by_expert, through_experts, where_of_each
 from huggingface import nf4
-from model import generator_of, multiply_by_expert, through_experts, where_of_each
+from model import generator_of
 from system.limits import OverLimit, at_most
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ def add_lora_to_experts(module, name, pretrained):
 
 class LoraOfExperts(nn.Module):
     """What LoRA adds to one matrix of each expert: scale B A x, with a B and an A of its own. All A are stacked by rows
-    in lora_A (E*rank, in), and all B in lora_B (E*out, rank): ordinary matrices for FSDP, as in model.ExpertLinear."""
+    in lora_A (E*rank, in), and all B in lora_B (E*out, rank): ordinary matrices for FSDP, as in ExpertLinear."""
 
     def __init__(self, experts, name, pretrained):
         super().__init__()
@@ -259,7 +260,7 @@ class ExpertsWithLora:
         return through_experts(tokens.to(dtype), chosen, weights, n_experts, self.computed).to(tokens.dtype)
 
     def computed(self, rows, ends):
-        """As model.Experts.forward()."""
+        """As experts.Experts.forward()."""
         (first, second), where = self.matrices, where_of_each(ends, rows, self.is_even)
         hidden = self.times(first, rows, ends, where)
         hidden = self._apply_gate(hidden) if getattr(self, 'has_gate', True) else self.act_fn(hidden)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import expert_manual
-import model as model_module
+import experts
 from huggingface import lora, nf4
 from planning.compiled import compile_without_gpu
 from planning.sizes import make_part
@@ -131,7 +131,7 @@ def follow_micro_step(make_model, config, device, is_sharded, compiles):
             if device == 'meta'
             else FakeTensorMode(allow_non_fake_inputs=True)
         ),
-        mock.patch.object(model_module, 'rows_of_each', evenly),
+        mock.patch.object(experts, 'rows_of_each', evenly),
         mock.patch.object(expert_manual, 'rows_by_rank', evenly_by_rank),
     ):
         model = make_model(device)
@@ -194,7 +194,7 @@ def follow_micro_step(make_model, config, device, is_sharded, compiles):
 
 
 def evenly(ends, rows):
-    """Replaces model.rows_of_each(), which would look at values: every expert gets equally many rows."""
+    """Replaces experts.rows_of_each(), which would look at values: every expert gets equally many rows."""
     each, more = divmod(rows.shape[0], ends.shape[0])
     return [each + (number < more) for number in range(ends.shape[0])]
 

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import data
 import deepspeed_engine
 import optim
+from experts import Router
 from huggingface import finetune, lora
 from huggingface.files import Weights
 from layout import WHOLE
-from model import GPT, Router
+from model import GPT
 from proving.judge import Record
 from proving.precision import FLOAT32, gap_of_choice, in_float64
 from runtime import meter, rollouts

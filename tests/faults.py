@@ -201,9 +201,9 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False, n
 
         GradScaler.unscale_ = unscale_after_fault
     elif kind in ('stuck', 'die'):
-        import model
+        import experts
 
-        compute = model.Experts.forward  # between expert_manual.py's two exchanges
+        compute = experts.Experts.forward  # between expert_manual.py's two exchanges
 
         def compute_after_fault(experts, *arguments):
             if next(is_now):
@@ -212,7 +212,7 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False, n
                 time.sleep(seconds)  # injected
             return compute(experts, *arguments)
 
-        model.Experts.forward = compute_after_fault
+        experts.Experts.forward = compute_after_fault
     else:
         import data
 

@@ -11,7 +11,7 @@ So a test asks for one of three things:
 
 That holds as long as both compute the same thing. Where they choose (the experts of a token, the likeliest token) a
 near tie falls to either side, and all that follows is another computation. So a test of choices takes weights with
-which none is near a tie (let_tokens_choose() of experts.py), and asserts that gap_of_choice() is above MARGIN.
+which none is near a tie (let_tokens_choose() of router_weights.py), and asserts that gap_of_choice() is above MARGIN.
 """
 
 import math

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import attention
 import diloco
+import experts
 import float8
 import fsdp
 import fsdp_manual
-import model as model_module
 import offload
 from huggingface import finetune, lora
 from model import GPT, ModelConfig
@@ -73,7 +74,7 @@ CASES += [(strategy, 'qwen3 experts', mode) for strategy in ('ddp', 'fsdp', 'man
 def in_one_kernel(monkeypatch):
     """Compute experts in bf16 as a GPU does, in one kernel and without their numbers of rows on the host. A CPU can do
     that, too."""
-    monkeypatch.setattr(model_module, 'rows_of_each', lambda ends, rows: ends)
+    monkeypatch.setattr(experts, 'rows_of_each', lambda ends, rows: ends)
 
 
 @pytest.mark.slow
@@ -198,7 +199,7 @@ def test_twelve_blocks_of_a_hugging_face_class_share_two_graphs(
         block.forward = torch.compile(block.forward, backend=counter)
     wrapped = wrap(raw_model, strategy)
     # Rows of several documents as a GPU computes them: without a mask, which would be an input of every block.
-    monkeypatch.setattr(model_module, 'has_flash_attention', lambda *_: True)
+    monkeypatch.setattr(attention, 'has_flash_attention', lambda *_: True)
     tokens, starts = torch.randint(250, (2, 32)), [torch.tensor([[0, 9, 32], [0, 32, 32]])] * (rows == 'packed')
     kernels_of_cuda()
     for _ in range(2):

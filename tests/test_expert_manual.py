@@ -14,17 +14,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from experts import first_weights, model_of
 from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many
 from layouts import layout_of
 from outputs import as_of_step, checkpoint_of, column, tensors_of
 from precision import MARGIN, TIMES, all_times_further, error, times_further
+from router_weights import first_weights, model_of
 from short import slow_but
 
 import expert_manual
 import offload
+from experts import Experts
 from layout import Ranks, Share
-from model import Experts
 from runtime import meter
 
 BATCH, T, VOCABULARY = 16, 32, 257

@@ -36,7 +36,7 @@ FLOORS = [
     {'configurator.py', 'offload.py', 'optim.py'},
     {'muon.py'},
     {'model.py', 'layout.py', 'moments.py'},
-    {'keys.py', 'loss.py', 'other_names.py'},
+    {'keys.py', 'attention.py', 'experts.py', 'loss.py', 'other_names.py'},
 ]
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
@@ -68,7 +68,9 @@ def floor_of(name):
 def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
     at_the_top = {path.name for path in REPO.glob('*.py')}
     assert at_the_top == SCRIPTS | FSDP | LESSONS | SHARED | {
+        'attention.py',
         'configurator.py',
+        'experts.py',
         'keys.py',
         'layout.py',
         'loss.py',
@@ -112,6 +114,7 @@ def read_by(name):
 def test_the_page_to_try_an_idea_in_reads_the_model_the_data_and_the_optimizer_alone():
     found = read_by('train_simple.py')
     assert {name.partition('/')[0] for name in found} == {
+        'attention.py',
         'configurator.py',
         'data.py',
         'dataset',

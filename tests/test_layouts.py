@@ -12,10 +12,10 @@ import itertools
 
 import pytest
 import torch
-from experts import first_weights
 from launch import TINY_MODEL, TINY_RUN, run_many
 from outputs import checkpoint_of, column, metrics, tensors_of
 from precision import MARGIN, apart, assert_same_run
+from router_weights import first_weights
 from short import slow_but
 
 from runtime import checkpoint

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import loss as loss_module
 import model as model_module
+from attention import MaskedAttention, PackedAttention, attention_of_documents
 from evaluation import sampling
 from huggingface import convert
 from loss import LOGITS_BYTES, ChunkedCrossEntropy, cross_entropy, pointwise_cross_entropy
@@ -864,12 +865,12 @@ def test_a_document_in_a_row_of_several_computes_what_it_does_alone(shape):
 def test_the_borders_for_a_gpu_say_what_the_mask_says(heads, window):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, n, 24, 8, generator=generator).bfloat16() for n in (4, heads, heads))
-    by_mask = model_module.attention_of_documents(STARTS, 24, torch.bfloat16, dropout=0.0, head_dim=8)
+    by_mask = attention_of_documents(STARTS, 24, torch.bfloat16, dropout=0.0, head_dim=8)
     positions, mask = by_mask.positions, by_mask.mask
     with on_cuda():
-        attention = model_module.attention_of_documents(STARTS, 24, torch.bfloat16, dropout=0.0, head_dim=8)
+        attention = attention_of_documents(STARTS, 24, torch.bfloat16, dropout=0.0, head_dim=8)
         found = attention.attend(q, k, v, window=window)
-    assert isinstance(attention, model_module.PackedAttention) and torch.equal(attention.positions, positions)
+    assert isinstance(attention, PackedAttention) and torch.equal(attention.positions, positions)
     assert positions[0].tolist() == [*range(5), *range(12), 0, *range(6)] and positions[1].tolist() == [*range(24)]
     mask = mask if window is None else mask.triu(1 - window)
     options = {'attn_mask': mask, 'enable_gqa': heads < 4}
@@ -884,15 +885,15 @@ def test_the_borders_for_a_gpu_say_what_the_mask_says(heads, window):
 )
 def test_what_the_kernel_for_documents_does_not_take_gets_a_mask(dtype, dropout, head_dim):
     with on_cuda():
-        attention = model_module.attention_of_documents(STARTS, 24, dtype, dropout, head_dim)
-    assert isinstance(attention, model_module.MaskedAttention)
+        attention = attention_of_documents(STARTS, 24, dtype, dropout, head_dim)
+    assert isinstance(attention, MaskedAttention)
 
 
 def test_a_card_before_ampere_gets_a_mask(monkeypatch):
     with on_cuda():
         monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
-        attention = model_module.attention_of_documents(STARTS, 24, torch.float16, 0.0, 8)
-    assert isinstance(attention, model_module.MaskedAttention)
+        attention = attention_of_documents(STARTS, 24, torch.float16, 0.0, 8)
+    assert isinstance(attention, MaskedAttention)
 
 
 def test_on_a_gpu_documents_in_half_precision_need_no_mask():

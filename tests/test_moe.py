@@ -11,18 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from experts import first_weights, let_tokens_choose
 from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many, run_ranks
 from outputs import assert_same_rows, assert_same_weights, column, tensors_of
 from precision import MARGIN, apart, assert_as_close_to_float64, assert_same_run, error, gap_of_choice, in_float64
+from router_weights import first_weights, let_tokens_choose
 from short import slow_but
 from torch.utils.flop_counter import FlopCounterMode
 
 import expert_manual
-import model as model_module
+import experts as experts_module
 import muon
+from experts import Experts
 from huggingface import convert
-from model import GPT, Experts, ModelConfig
+from model import GPT, ModelConfig
 from optim import balance_experts
 from runtime.meter import router_metrics
 
@@ -141,8 +142,8 @@ def test_one_kernel_for_all_experts_computes_what_one_matmul_after_the_other_doe
             parameter.normal_(std=0.2)
     ends = torch.tensor([*itertools.accumulate(rows)], dtype=torch.int32)
     found = []
-    for way in (model_module.rows_of_each, lambda ends, rows: ends):
-        monkeypatch.setattr(model_module, 'rows_of_each', way)
+    for way in (experts_module.rows_of_each, lambda ends, rows: ends):
+        monkeypatch.setattr(experts_module, 'rows_of_each', way)
         rows_in = x.clone().requires_grad_()
         y = experts(rows_in, ends)
         found.append([y, *torch.autograd.grad(y.square().sum(), [rows_in, *experts.parameters()])])

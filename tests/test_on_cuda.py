@@ -12,11 +12,11 @@ import random
 import pytest
 import torch
 from chats import write_rows
-from experts import let_tokens_choose
 from launch import TINY_RUN, fork_script, run_many
 from outputs import column
 from precision import FLOOR, TIMES, error, times_further
 from pretrained import save_model, write_chats
+from router_weights import let_tokens_choose
 from safetensors.torch import load_file, save_file
 from short import covering, slow_but
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from chats import write_rows
-from experts import let_tokens_choose
 from launch import TINY_RUN, run_function
 from outputs import as_of_step, checkpoint_of, column, tensors_of
 from precision import MARGIN, assert_as_close_to_float64, assert_same_run, gap_of_choice
 from pretrained import VOCABULARY, refusal, save_model, sharded, start
+from router_weights import let_tokens_choose
 from safetensors.torch import load_file, save_file
 from short import slow_but
 

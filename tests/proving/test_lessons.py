@@ -8,9 +8,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from experts import first_weights
 from launch import REPO, run_function
 from pretrained import save_model
+from router_weights import first_weights
 
 import prove
 from configurator import read_knobs
