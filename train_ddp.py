@@ -74,8 +74,7 @@ train_batches = data.batches(
     run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
     batch_size=batch_size, rank=rank, world_size=world_size, device=device,
 )  # fmt: skip
-if world_size > 1:
-    order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
+order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
 while step < config.max_iters and not watch.must_stop:
     lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:

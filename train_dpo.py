@@ -43,14 +43,12 @@ config, explicit = configure(Config)  # config files and --key=value; before `im
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import data
-import fsdp
 import optim
+import strategy
 from logprobs import document_logps
 from runtime.begin import begin, make_model, order_buckets
-from runtime.first_weights import initialise
 from runtime.reference import check_keys, self_test, set_reference
 from runtime.watch import Watch
 
@@ -59,26 +57,13 @@ check_keys(run)
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-is_sharded = config.strategy == 'fsdp'
 
 # --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
-model = raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
-if is_sharded:  # by fully_shard, or by fsdp_manual.py
-    model = fsdp.shard(raw_model, run.layout.mesh(device, config.timeout_s), run)
-initialise(raw_model, run)  # fp32 master weights; under FSDP each rank keeps its slice
-if world_size > 1 and not is_sharded:
-    if config.compile:  # dynamo would split blocks at ends of gradient buckets, but DDP's hooks run between blocks
-        torch._dynamo.config.optimize_ddp = False
-    model = DistributedDataParallel(
-        raw_model, device_ids=[device] if run.on_cuda else None, gradient_as_bucket_view=True
-    )
-    model.broadcast_buffers = False  # as in train_ddp.py
+raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
+model = strategy.parallelize(raw_model, run)  # with fp32 master weights; under FSDP each rank keeps its slice
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-if is_sharded:
-    opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
-else:
-    opt = optim.from_config(raw_model, config, device, copies=dist.group.WORLD)  # all ranks have the same gradients
+opt = strategy.optimizer(raw_model, run)
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
@@ -159,15 +144,13 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict(), more={'reference': digest})
 
 
-also_log = model.communication if is_sharded and config.fsdp_impl == 'manual' else None
-watch.begin_training(model, save, also_log=also_log)
+watch.begin_training(model, save, also_log=getattr(model, 'communication', None))  # fsdp_manual.py counts bytes
 numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
 train_batches = data.batches(
     run.train_data, config.seed, first_sample=step * global_batch_size, global_batch_size=global_batch_size,
     batch_size=batch_size, rank=rank, world_size=world_size, device=device,
 )  # fmt: skip
-if world_size > 1 and not is_sharded:
-    order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
+order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
 while step < config.max_iters and not watch.must_stop:
     lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
@@ -184,12 +167,7 @@ while step < config.max_iters and not watch.must_stop:
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; starts and the reference: (batch_size, M)
         # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
-        last_micro_step = micro_step == run.layout.micro_steps - 1
-        if is_sharded:
-            model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
-            model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
-        else:
-            model.require_backward_grad_sync = last_micro_step
+        strategy.sync_gradients(model, run, last_micro_step=micro_step == run.layout.micro_steps - 1)
         watch.mark('forward')
         losses, *of_batch = losses_of_batch(model, *batch)
         watch.mark('backward')

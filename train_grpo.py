@@ -55,14 +55,11 @@ config, explicit = configure(Config)  # config files and --key=value; before `im
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-import fsdp
 import optim
-from huggingface.finetune import weights_in_compute_dtype
+import strategy
 from logprobs import token_logps
 from runtime.begin import begin, make_model, order_buckets
-from runtime.first_weights import initialise
 from runtime.reference import refuse_other_losses
 from runtime.rollouts import Record, micro_batches, write_groups
 from runtime.watch import Watch
@@ -71,26 +68,13 @@ run = begin(config, explicit, config.strategy, learns_from='prompts')  # every k
 refuse_other_losses(run)
 run.join()  # --dry_run ends here; else init_process_group, and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device
-is_sharded = config.strategy == 'fsdp'
 
 # --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
-model = raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
-if is_sharded:  # by fully_shard, or by fsdp_manual.py
-    model = fsdp.shard(raw_model, run.layout.mesh(device, config.timeout_s), run)
-initialise(raw_model, run)  # fp32 master weights; under FSDP each rank keeps its slice
-if world_size > 1 and not is_sharded:
-    if config.compile:  # dynamo would split blocks at ends of gradient buckets, but DDP's hooks run between blocks
-        torch._dynamo.config.optimize_ddp = False
-    model = DistributedDataParallel(
-        raw_model, device_ids=[device] if run.on_cuda else None, gradient_as_bucket_view=True
-    )
-    model.broadcast_buffers = False  # as in train_ddp.py
+raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
+model = strategy.parallelize(raw_model, run)  # with fp32 master weights; under FSDP each rank keeps its slice
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-if is_sharded:
-    opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
-else:
-    opt = optim.from_config(raw_model, config, device, copies=dist.group.WORLD)  # all ranks have the same gradients
+opt = strategy.optimizer(raw_model, run)
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
@@ -141,16 +125,14 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-also_log = model.communication if is_sharded and config.fsdp_impl == 'manual' else None
-watch.begin_training(model, save, also_log=also_log)
+watch.begin_training(model, save, also_log=getattr(model, 'communication', None))  # fsdp_manual.py counts bytes
 record = Record(run, step, watch.say)  # only counts: numbers of the answers, and some to read in rollouts.jsonl
 prompts = run.train_data.prompts
 longest = max(prompt.max_new_tokens for prompt in prompts)  # of answers to all prompts: the same in each step
 if step == 0 and run.tasks:
     watch.log.row(0, watch.scores(0))  # to compare with
 numbers = watch.numbers  # all else in watch only observes; this decides whether a step is skipped (health.py)
-if world_size > 1 and not is_sharded:
-    order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
+order_buckets(model, opt, run)  # so that a resumed run adds up gradients in the order of an uninterrupted one
 while step < config.max_iters and not watch.must_stop:
     lr = optim.learning_rate_at(step, config)
     for group in opt.param_groups:
@@ -160,9 +142,9 @@ while step < config.max_iters and not watch.must_stop:
     # numbers of forward passes; under FSDP the weights are gathered once before, and stay whole meanwhile.
     watch.begin_step(step)
     watch.mark('rollout')
-    with fsdp.gathered(model, run) if is_sharded else weights_in_compute_dtype(raw_model):
+    with strategy.whole_weights(model, run) as writer:
         beat = functools.partial(watch.at, 'rollout', step + 1)  # a rank that still writes does not hang
-        groups = write_groups(model if is_sharded else raw_model, run, step, beat)  # [[Answer] of each of its prompts]
+        groups = write_groups(writer, run, step, beat)  # [[Answer] of each of its prompts]
     record.begin_step(groups)
     advantages = advantages_of(torch.tensor([[answer.reward for answer in group] for group in groups]))
     to_learn = [
@@ -185,12 +167,7 @@ while step < config.max_iters and not watch.must_stop:
         step_loss = torch.zeros((), device=device)
         for micro_step, (x, y, starts, advantage, weight) in enumerate(batches):
             # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
-            last_micro_step = micro_step == len(batches) - 1
-            if is_sharded:
-                model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
-                model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
-            else:
-                model.require_backward_grad_sync = last_micro_step
+            strategy.sync_gradients(model, run, last_micro_step=micro_step == len(batches) - 1)
             watch.mark('forward')
             logps = token_logps(model, x, y, starts, config.temperature)
             if iteration == 0:

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import data
 import offload
@@ -414,8 +415,11 @@ def order_buckets(model, optimizer, run):
     ranks' gradients are added up.
 
     DDP takes the order from its first backward pass. A resumed run must add like an uninterrupted one, so both begin
-    with this pass, which changes nothing: all its targets are -1 (ignored), and its gradients are dropped.
+    with this pass, which changes nothing: all its targets are -1 (ignored), and its gradients are dropped. A model that
+    is not DDP's has no buckets.
     """
+    if not isinstance(model, DistributedDataParallel):
+        return
     sizes = 16, min(8, run.config.block_size)  # float8 needs a multiple of 16 tokens
     tokens = torch.zeros(sizes, dtype=torch.int64, device=run.device)
     with torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext():

@@ -17,12 +17,13 @@ SCRIPTS |= {'evaluate.py', 'report.py', 'prove.py'}
 LESSONS = {f'{name}_manual.py' for name in ('fsdp', 'context', 'tensor', 'expert', 'pipeline')}
 LESSONS |= {'diloco.py', 'deepspeed_engine.py', 'float8.py'}
 FSDP = {'fsdp.py'}  # it chooses between torch's and fsdp_manual.py
+STRATEGY = {'strategy.py'}  # it chooses between DDP and FSDP
 SHARED = {'data.py', 'logprobs.py'}
 # Floors from top to bottom. A file may import what lies on lower floors, and a file in a room also others of that room.
 # Two files lie higher than the rest of their room: one measures replicas, one shows what a run would read.
 FLOORS = [
     SCRIPTS,
-    {'pool', 'comparison', 'proving'},
+    {'pool', 'comparison', 'proving', *STRATEGY},
     {'runtime', 'exchange/diloco_check.py'},
     {'evaluation', 'text/peek.py'},
     {'planning'},
@@ -67,7 +68,7 @@ def floor_of(name):
 
 def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
     at_the_top = {path.name for path in REPO.glob('*.py')}
-    assert at_the_top == SCRIPTS | FSDP | LESSONS | SHARED | {
+    assert at_the_top == SCRIPTS | STRATEGY | FSDP | LESSONS | SHARED | {
         'attention.py',
         'configurator.py',
         'experts.py',
