@@ -39,7 +39,6 @@ class Config:
     # further runs of a comparison
     checkpointing = []  # values of activation_checkpointing: none, full, selective
     dtypes = []  # float32, bfloat16, float16
-    accumulations = [1]  # micro-steps per rank at the largest number of ranks; the global batch stays the same [>= 1]
     variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., keys of its script}: further runs
     baseline: str | None = None  # label of the run that the others are compared with; None = the first
     resume_check = False  # also resume each strategy once from the middle, to see whether the losses are the same

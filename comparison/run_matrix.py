@@ -105,8 +105,7 @@ def check(config):
         if strategy not in [*SCRIPTS]:
             raise ValueError(f'strategies={strategy}: expected some of {", ".join(SCRIPTS)}')
     ranks = [*config.nproc, *(variant['nproc'] for variant in config.variants.values() if 'nproc' in variant)]
-    numbers = {'nproc': config.nproc and ranks, 'accumulations': config.accumulations}
-    numbers |= {'inner_steps': config.inner_steps, 'zero_stages': config.zero_stages}
+    numbers = {'nproc': config.nproc and ranks, 'inner_steps': config.inner_steps, 'zero_stages': config.zero_stages}
     for key, values in numbers.items():  # the elements of lists may be of any type, and variants are of the user's
         if not values or any(type(value) is not int or value < 1 for value in values):
             raise ValueError(f'{key}={values}: expected whole numbers from 1 on, as in --{key}=2')
@@ -120,7 +119,6 @@ def axes(strategy, config):
     """[(ranks, keys, label)] of a strategy for all combinations of its axes; labels name axes with several values."""
     points = {  # key: (its name in a label, values)
         'nproc': ('{}ranks', [ranks_of(strategy, nproc) for nproc in config.nproc]),
-        'accumulation': ('{}micro', config.accumulations),
         'zero_stage': ('zero{}', config.zero_stages if strategy in STAGES else []),
         'inner_steps': ('H{}', config.inner_steps if strategy == 'diloco' else []),
         'activation_checkpointing': ('checkpoint-{}', config.checkpointing),
@@ -141,8 +139,6 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
     that cannot be divided."""
     script = Path(ROOT) / SCRIPTS[strategy]
     knobs = read_knobs(script)
-    given = dict(given)
-    accumulation = given.pop('accumulation', 1)
     given = {key: checked(value, find(key, knobs, script, key), key) for key, value in given.items()}
 
     is_small = not any(key in {**train_keys, **given} for key in MODEL_KEYS)
@@ -169,14 +165,8 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
         keys['keep_checkpoints'] = 2
     if config.trace:
         keys['trace_step'] = min(results.WARM_UP, keys.get('max_iters', results.WARM_UP))
-    batch_size, most = keys.get('batch_size', 8), max(config.accumulations)
-    keys['global_batch_size'] = keys.get('global_batch_size') or batch_size * most_ranks * most
-    if batch_size * most % accumulation:
-        raise ValueError(
-            f'batch_size={batch_size} x {most} micro-steps cannot be split into {accumulation}: use another '
-            '--batch_size, or other accumulations'
-        )
-    keys['batch_size'] = batch_size * most // accumulation
+    keys.setdefault('batch_size', 8)
+    keys['global_batch_size'] = keys.get('global_batch_size') or keys['batch_size'] * most_ranks
     accumulation_steps(keys['global_batch_size'], keys['batch_size'], ranks)  # raises if it does not divide
     return {key: value for key, value in keys.items() if key in knobs and key != 'out_dir' and value is not None}
 
