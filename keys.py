@@ -276,18 +276,12 @@ IN_WORDS = {  # of a condition on these keys
 DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # their weight decay is not times the learning rate
 READ_IF = {
     'train_': {
-        'windows': (
-            'on text: conversations are always kept whole',
-            lambda run: not run.is_chat or run.windows == 'documents',
-        ),
+        'windows': ('on text: conversations are kept whole', lambda run: not run.is_chat or run.windows == 'documents'),
         'packing': (
             'on conversations, or on text with --windows=documents',
             lambda run: run.packing or run.is_chat or run.windows == 'documents' or run.prompts,
         ),
-        'trust_remote_code': (
-            'with a Hugging Face folder as --init_from',
-            lambda run: run.transformers or run.native,
-        ),
+        'trust_remote_code': ('with a Hugging Face folder as --init_from', lambda run: run.transformers or run.native),
         'lr_rule': (
             'from scratch with --heads, whose rule is not asked if a learning_rate is given',
             lambda run: run.heads and not run.is_given('learning_rate'),
