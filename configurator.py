@@ -362,15 +362,16 @@ def find(key, knobs, script, given, advice=''):
 
 def translated(key, knobs, script):
     """What a flag of another trainer is here, in the words of an error; None for a key of knobs, or if nobody knows.
-    Of a.b.c are tried a.b.c, the sections a.b and a, and then b.c, b and c. An answer names the owner of each key that
+    Of a.b.c are tried a.b.c, b.c and c, and then the sections a.b and a. An answer names the owner of each key that
     this script lacks."""
     from other_names import OTHER_NAMES  # here, since few command lines need them
 
     if 'to' in knobs and key in ('output_dir', 'local_dir'):  # of hf and torchtune; here out_dir is the folder of a run
         return f'here it is to: {knobs["to"].comment}'
     parts = key.split('.')
-    tries = [('.'.join(parts[i:j]), j == len(parts)) for i in range(len(parts)) for j in range(len(parts), i, -1)]
-    found = next((name for name, is_last in tries if name in OTHER_NAMES or (is_last and name in knobs)), None)
+    ends, sections = range(len(parts)), range(len(parts) - 1, 0, -1)
+    tries = ['.'.join(parts[end:]) for end in ends] + ['.'.join(parts[:section]) for section in sections]
+    found = next((name for name in tries if name in OTHER_NAMES or (name in knobs and key.endswith(name))), None)
     if found is None or key in knobs:
         return None
 
