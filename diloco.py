@@ -205,7 +205,7 @@ class Outer:
     on_host: anchors, momentum and errors in (pinned) host memory. bucket: numbers exchanged at a time.
     own: {name: tensor} that each replica has for itself and never exchanges, such as the load of its experts.
     in_whole: function (name, tensor) for tensors(), which says what part of a whole parameter this tensor is, if the
-        model is cut in another way, too (checkpoint.in_whole). None: it is not.
+        model is cut in another way, too (checkpoint_parts.in_whole). None: it is not.
 
     With overlap_steps=0 a bucket is exchanged while the one before it is applied, so that all this takes a few buckets
     of memory besides anchors and momentum. Overlapped exchanges hold their fragment's pseudo-gradient until they land.

@@ -48,6 +48,7 @@ from layout import Ranks
 from model import is_load
 from runtime import checkpoint, health
 from runtime.begin import begin, make_model
+from runtime.checkpoint_parts import in_whole
 from runtime.first_weights import initialise
 from runtime.log import Journal
 from runtime.watch import Watch
@@ -93,7 +94,7 @@ make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
     num_fragments=config.num_fragments, overlap_steps=config.overlap_steps,
     dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
-    timeout=timedelta(seconds=config.timeout_s), own=loads, in_whole=functools.partial(checkpoint.in_whole, run.share),
+    timeout=timedelta(seconds=config.timeout_s), own=loads, in_whole=functools.partial(in_whole, run.share),
 )  # fmt: skip
 outer = make_outer()
 

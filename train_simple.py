@@ -166,17 +166,17 @@ for step in range(config.max_iters):
 
 def save():
     """Write the checkpoint, and beside it the tokenizer of the data. train_ddp.py also goes on from it."""
-    from runtime import checkpoint
+    from runtime import checkpoint_saver
     from runtime.identity import identity_of
     from runtime.kept import keep_language
 
-    checkpoint.prepare(config.out_dir)
+    checkpoint_saver.prepare(config.out_dir)
     if rank == 0:
         keep_language(config.out_dir, [source.name for source in train_data.sources])
     keys = {**source, **vars(config), **raw_model.config.to_dict(), 'init_from': 'scratch'}
     keys['optimizer'] = type(optimizer).__name__.lower()  # 'adamw': a run that resumes must have the same
     state = {'config': keys, 'identity': identity_of(keys, raw_model.config, train_data), 'scaler': {}}
-    checkpoint.Saver(config.out_dir, keep=1).save(config.max_iters, raw_model, optimizer, state)
+    checkpoint_saver.Saver(config.out_dir, keep=1).save(config.max_iters, raw_model, optimizer, state)
 
 
 train_batches.close()

@@ -31,7 +31,7 @@ from dataset.shards import read_meta
 from layout import Layout, Share
 from loss import pointwise_cross_entropy
 from model import GPT, ModelConfig
-from runtime import checkpoint, health, meter
+from runtime import checkpoint, checkpoint_saver, health, meter
 from runtime.fill import fill_in
 from runtime.first_weights import find_beginning, open_init_from
 from runtime.identity import check_resume, identity_of
@@ -297,7 +297,7 @@ def refuse_other_data(config, pairs):
 
 def make_process_group(config, device):
     """Check that out_dir can be written, then join the other ranks; without torchrun, a group of one rank."""
-    checkpoint.prepare(config.out_dir)  # raises on every rank whose machine cannot write there
+    checkpoint_saver.prepare(config.out_dir)  # raises on every rank whose machine cannot write there
     if device.type == 'cuda':
         health.record_flights(config.out_dir)
     join_ranks(config.timeout_s, device)
@@ -329,7 +329,7 @@ def find_checkpoint(config, pretrained=None, language_folders=()):
     A run that fine-tunes `pretrained` copies its configuration and tokenizer into out_dir, so that it needs those of
     init_from no longer. Raises ValueError on every rank if out_dir is in use, or if `resume` forbids what is there.
     """
-    collectives.on_rank_0(checkpoint.claim, config.out_dir, patience_s=collectives.PATIENCE_S)
+    collectives.on_rank_0(checkpoint_saver.claim, config.out_dir, patience_s=collectives.PATIENCE_S)
     if config.eval_only:
         # Without a checkpoint, the weights of init_from can be evaluated, as those of step 0.
         find = checkpoint.choose_to_read if config.init_from == 'scratch' else checkpoint.choose

@@ -41,6 +41,11 @@ class CutTensor:
         return [WriteItem(MetadataIndex(key, x.chunk.offsets), WriteItemType.SHARD, tensor_data=x) for x in data]
 
 
+def in_whole(share, name, tensor):
+    """A parameter of this name, or one of its moments; if it is cut over ranks, as the part of the whole that it is."""
+    return CutTensor(tensor, share.slices[name]) if name in share.slices and tensor.dim() else tensor
+
+
 class MadeLater:
     """A tensor that is made only when it is copied or written, one at a time, as there is no room for all of them."""
 

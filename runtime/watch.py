@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from evaluation import validation
-from runtime import checkpoint, health
+from runtime import checkpoint_saver, health
 from runtime.best import Best
 from runtime.identity import learns_otherwise
 from runtime.log import Log, say_when_compiling_ends
@@ -84,7 +84,7 @@ class Watch:
             from huggingface import native  # here, since a run from scratch needs none of it
 
             if run.found is None and not run.start:
-                with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
+                with self.watchdog.allow('start', checkpoint_saver.SLOWEST_SAVE_S):
                     test = native.self_test, run.pretrained, run.model_config
                     self.say(collectives.on_rank_0(*test, patience_s=collectives.PATIENCE_S))
         elif run.pretrained:
@@ -92,7 +92,7 @@ class Watch:
             from huggingface import finetune
 
             as_loaded = run.found is None and not run.start if as_loaded is None else as_loaded
-            with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
+            with self.watchdog.allow('start', checkpoint_saver.SLOWEST_SAVE_S):
                 is_packed = any(split.has_starts for split in run.splits.values())
                 with float8.paused(raw_model) if run.config.matmul_dtype else contextlib.nullcontext():
                     line = finetune.self_test(model, raw_model, run.pretrained, as_loaded, is_packed, run.device)
@@ -127,7 +127,7 @@ class Watch:
         self.checksum_interval = checksum_interval
         stopping.count_start(config.out_dir, self.first_step, config.max_failures)
         self.stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, say, self.when_it_stops)
-        self.saver = checkpoint.Saver(
+        self.saver = checkpoint_saver.Saver(
             config.out_dir, config.keep_checkpoints, config.async_checkpoint, say,
             config.permanent_interval, config.save_errors,
         )  # fmt: skip
@@ -280,7 +280,7 @@ class Watch:
         Write a checkpoint: weights, optimizer state, and in state.json everything else that a resumed run needs.
 
         scaler: state_dict() of the loss scaler. more: what the script adds to state.json. more_tensors, optimizer_key:
-        see checkpoint.Saver.save().
+        see checkpoint_saver.Saver.save().
         """
         if self.checksum_interval:
             self.compare_weights(step, raw_model)
@@ -288,7 +288,7 @@ class Watch:
         state |= {'identity': self.run.identity, 'config': vars(self.config), 'best': self.best.state(), **(more or {})}
         state |= {key: value for key in ('begun', 'base') if (value := getattr(self.run, key))}
         best = self.best.step if self.best.is_kept else None
-        with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
+        with self.watchdog.allow('checkpoint', checkpoint_saver.SLOWEST_SAVE_S):
             self.saver.save(
                 step, raw_model, opt, state, more=more_tensors, optimizer_key=optimizer_key, best=best,
                 share=self.run.share,
@@ -299,7 +299,7 @@ class Watch:
     def end(self, step):
         """Wait for the last checkpoint, write the file DONE (or PREEMPTED, after a request to stop), and end the
         process, after an interruption with the exit code that shells give it."""
-        with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
+        with self.watchdog.allow('checkpoint', checkpoint_saver.SLOWEST_SAVE_S):
             self.saver.wait()
         self.watchdog.close()
         config, early = self.config, self.best.why_end()

@@ -56,7 +56,7 @@ import optim
 from huggingface import finetune
 from model import GPT
 from proving.scripts import SMALL_GRADIENT, noting_gaps, same_answers, script_in_float64
-from runtime import begin, checkpoint, health, meter
+from runtime import begin, checkpoint, checkpoint_saver, health, meter
 from system import processes
 
 leave, processes.leave = processes.leave, lambda code=0: None  # the next case runs in the same process
@@ -232,8 +232,8 @@ def run(case, number):
         if outer:
             outer.resume(state, functools.partial(checkpoint.read_tensors, path, missing_ok=True))
             more = outer.tensors(mid_round=False)
-        checkpoint.prepare(folder)
-        saver = checkpoint.Saver(folder, keep=1)
+        checkpoint_saver.prepare(folder)
+        saver = checkpoint_saver.Saver(folder, keep=1)
         saver.save(state['step'], names['raw_model'], names['opt'], state, more, optimizer_keys[1], share=share)
     if gradients and RANK == 0:
         torch.save(gradients, case['gradients'])

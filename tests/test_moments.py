@@ -26,7 +26,7 @@ import optim
 from layout import Ranks, Share
 from model import GPT, ModelConfig
 from planning import memory, sizes
-from runtime import checkpoint
+from runtime import checkpoint, checkpoint_saver
 
 CPU = torch.device('cpu')
 FEWER = ('bfloat16', 'int8')
@@ -474,8 +474,8 @@ def train_and_save(folder, cases, world_size, steps):
 
 
 def save(out_dir, step, model, optimizer, **options):
-    checkpoint.prepare(out_dir)
-    saver = checkpoint.Saver(out_dir, 1, say=lambda line: None, **options)
+    checkpoint_saver.prepare(out_dir)
+    saver = checkpoint_saver.Saver(out_dir, 1, say=lambda line: None, **options)
     saver.save(step, model, optimizer, {})
     saver.wait()
 

@@ -12,7 +12,7 @@ from huggingface.finetune import Pretrained, for_training
 from model import GPT, ModelConfig
 from offload import StateOnHost, bytes_of_moments, checkpoint_activations
 from optim import in_parts
-from runtime import checkpoint
+from runtime import checkpoint, checkpoint_saver
 
 KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)
 
@@ -65,12 +65,12 @@ def test_a_checkpoint_fills_the_moments_where_they_rest(tmp_path):
     """Where the parameters are, to which torch's load_state_dict() would copy them, there may be no room for all."""
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     try:
-        checkpoint.prepare(str(tmp_path))
+        checkpoint_saver.prepare(str(tmp_path))
         model = nn.Linear(6, 8)
         before, after = (optim.make_optimizer(model, 'adamw', **KEYS) for _ in range(2))
         model(torch.randn(4, 6)).sum().backward()
         before.step()
-        checkpoint.Saver(str(tmp_path), keep=1, say=lambda line: None).save(1, model, before, {})
+        checkpoint_saver.Saver(str(tmp_path), keep=1, say=lambda line: None).save(1, model, before, {})
         after = StateOnHost(after)
         checkpoint.load(checkpoint.choose(str(tmp_path)), model, after)
     finally:

@@ -18,7 +18,7 @@ from precision import assert_same_run
 from pretrained import save_model, write_chats
 from short import slow_but
 
-from runtime import checkpoint
+from runtime import checkpoint, checkpoint_saver
 from runtime.first_weights import run_or_export
 from runtime.opened import language_of_run, open_model
 from text.control_tokens import plain
@@ -312,7 +312,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_another_name_and_a_warning(pla
     state, manifest = (json.loads((path / name).read_text()) for name in ('state.json', 'manifest.json'))
     del state['begun']
     (path / 'state.json').write_text(json.dumps(state))
-    manifest['files']['state.json'] = checkpoint.facts_of(path / 'state.json')
+    manifest['files']['state.json'] = checkpoint_saver.facts_of(path / 'state.json')
     (path / 'manifest.json').write_text(json.dumps(manifest))
     (ended,) = fork_script(*command_of(place, 'chat', tmp_path / 'run', f'--init_from={place}/pairs'))
     said = f'run that began with {place}/llama, and goes on: if init_from={place}/pairs holds other weights, they are'

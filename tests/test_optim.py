@@ -30,7 +30,7 @@ import muon
 import optim
 from model import ARCHITECTURES, GPT, Attention, ModelConfig
 from optim import OPTIMIZERS, SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
-from runtime import checkpoint
+from runtime import checkpoint, checkpoint_saver
 
 ADAMW = dict(optimizer='adamw', learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
 SCHEDULE = dict(learning_rate=1.0, lr_schedule='cosine', warmup_iters=10, lr_decay_iters=110, min_lr=0.1)
@@ -554,8 +554,8 @@ def optimizers_on_ranks(folder, names, layouts):
             model, optimizer = build(name, start, mesh, **keys)
             take_steps(model, optimizer, gradients, range(STEPS // 2), mesh)
             out_dir = f'{folder}/{name}_{layout}'
-            checkpoint.prepare(out_dir)
-            saver = checkpoint.Saver(out_dir, 1, False, lambda line: None)
+            checkpoint_saver.prepare(out_dir)
+            saver = checkpoint_saver.Saver(out_dir, 1, False, lambda line: None)
             saver.save(STEPS // 2, model, optimizer, {'step': STEPS // 2})
             take_steps(model, optimizer, gradients, range(STEPS // 2, STEPS - 1), mesh)
             with CommDebugMode() as communication:
@@ -565,7 +565,10 @@ def optimizers_on_ranks(folder, names, layouts):
             resumed, its_optimizer = build(name, zeros, mesh, **keys)
             state = checkpoint.load(f'{out_dir}/checkpoints/step_{STEPS // 2:08d}', resumed, its_optimizer)
             take_steps(resumed, its_optimizer, gradients, range(state['step'], STEPS), mesh)
-            saved = [checkpoint.tensors_to_save(model, optimizer), checkpoint.tensors_to_save(resumed, its_optimizer)]
+            saved = [
+                checkpoint_saver.tensors_to_save(model, optimizer),
+                checkpoint_saver.tensors_to_save(resumed, its_optimizer),
+            ]
             found[name, layout] = {
                 'full': full_values(model),
                 'collectives in a step': communication.get_total_counts(),
@@ -645,7 +648,7 @@ def muon_dealt_out():
         take_steps(model, optimizer, bad, [step], skip=True)
         take_steps(model, optimizer, gradients, [step])
         take_steps(*alone, gradients, [step])
-    saved, expected = (checkpoint.tensors_to_save(*both) for both in ((model, optimizer), alone))
+    saved, expected = (checkpoint_saver.tensors_to_save(*both) for both in ((model, optimizer), alone))
     are_equal = [saved.keys() == expected.keys(), *(torch.equal(saved[key], expected[key]) for key in saved)]
 
     # Of odd sizes, since matrices of these come out in other bits beside others. With small batches there are more

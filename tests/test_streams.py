@@ -487,7 +487,9 @@ def test_batches_would_have_a_race_in_a_stream_of_their_own_or_in_the_same_memor
 def stage(removed=()):
     """A checkpoint is copied to the host, where a thread writes it."""
     checkpoint = load(
-        'runtime/checkpoint.py', ('any(local_piece(tensor).is_cuda for tensor in tensors.values())', 'True'), *removed
+        'runtime/checkpoint_saver.py',
+        ('any(local_piece(tensor).is_cuda for tensor in tensors.values())', 'True'),
+        *removed,
     )
     saver = checkpoint.Saver.__new__(checkpoint.Saver)
     saver.copies = {}
@@ -516,7 +518,7 @@ class AtLast:
 def save_twice(removed=(), thread=AtOnce):
     """(checker, what was written for each step) of two checkpoints that a thread writes while training goes on."""
     checkpoint = load(
-        'runtime/checkpoint.py',
+        'runtime/checkpoint_saver.py',
         ('any(local_piece(tensor).is_cuda for tensor in tensors.values())', 'True'),
         (
             "self.copies[key] = torch.empty_like(piece, device='cpu', pin_memory=piece.is_cuda)",

@@ -27,7 +27,7 @@ from evaluation.tasks import Request
 from layout import Ranks, Share
 from model import GPT, ModelConfig
 from planning import memory, traffic
-from runtime import checkpoint, meter
+from runtime import checkpoint, checkpoint_saver, meter
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 90  # padded to 128, so the last of 4 ranks has nothing but padding
@@ -241,7 +241,7 @@ def exchange(folder):
     for name, case in layouts.items():
         layout = Layout(case)
         layout.train(range(2))
-        saver = checkpoint.Saver(f'{folder}/{name}', 1, async_save=name == 'dp_tp', say=lambda line: None)
+        saver = checkpoint_saver.Saver(f'{folder}/{name}', 1, async_save=name == 'dp_tp', say=lambda line: None)
         saver.save(2, layout.raw, layout.optimizer, {}, share=layout.share)
         saver.wait()
         saved[name] = layout.weights_and_moments()

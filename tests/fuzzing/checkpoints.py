@@ -22,7 +22,7 @@ import torch
 import keys
 from fuzzing.cases import STAYS, Refused, check, some
 from model import GPT, ModelConfig
-from runtime import begin, checkpoint, first_weights, health, identity
+from runtime import begin, checkpoint, checkpoint_saver, first_weights, health, identity
 from runtime.best import Best, step_of_best
 from runtime.opened import open_model
 
@@ -60,8 +60,8 @@ def honest():
     state = {'tokens': 48, 'scaler': {}, 'numbers': {'skipped': 0, 'in_a_row': 0, 'losses': [4.5, 4.25]}}
     state |= {'identity': {'model': ModelConfig(**SIZES).to_dict(), **IDENTITY}, 'config': CONFIG, 'diloco': DILOCO}
     state |= {'best': {'step': 3, 'val_loss': 4.5, 'worse': 0, 'evaluated': [[], 40, 8]}, 'step_of_weights': 3}
-    checkpoint.prepare(out_dir)
-    checkpoint.Saver(out_dir, keep=1, say=lambda line: None).save(3, model, optimizer, state)
+    checkpoint_saver.prepare(out_dir)
+    checkpoint_saver.Saver(out_dir, keep=1, say=lambda line: None).save(3, model, optimizer, state)
     return out_dir
 
 

@@ -17,7 +17,7 @@ from short import slow_but
 import optim
 from huggingface import finetune, lora
 from layout import Share
-from runtime import checkpoint
+from runtime import checkpoint, checkpoint_saver
 
 STEPS = 6
 RUN = [*TINY_RUN, '--block_size=32', '--batch_size=1', '--global_batch_size=6', '--dtype=float32', '--warmup_iters=0']
@@ -133,8 +133,8 @@ def save_as_earlier_versions_did(model, source, out_dir):
     for key in ('lora_dropout', 'lora_rslora', 'modules_to_save'):
         state['identity']['model'].pop(key, None)
         del state['config'][key]
-    checkpoint.prepare(out_dir)
-    checkpoint.Saver(out_dir, 2).save(state['step'], raw, opt, state)
+    checkpoint_saver.prepare(out_dir)
+    checkpoint_saver.Saver(out_dir, 2).save(state['step'], raw, opt, state)
 
 
 @pytest.mark.parametrize(('name', 'nproc'), slow_but(['manual'], [('ddp', 1), ('manual', 2)]))

@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 import data
 import fsdp_manual
 from model import ModelConfig
-from runtime import begin, checkpoint, dcp_files, identity
+from runtime import begin, checkpoint, checkpoint_saver, dcp_files, identity
 from system.files import sha256_of
 
 
@@ -100,7 +100,7 @@ def full(tensor):
 
 def everything(raw, optimizer):
     """{key: whole parameter or moment}."""
-    return {key: full(value) for key, value in checkpoint.tensors_to_save(raw, optimizer).items()}
+    return {key: full(value) for key, value in checkpoint_saver.tensors_to_save(raw, optimizer).items()}
 
 
 def assert_equal(found, expected):
@@ -120,9 +120,9 @@ def save_runs(out_dirs):
     """Save a run of each strategy; returns what each holds when it saves step 2, and one step later."""
     held = {}
     for strategy, out_dir in out_dirs.items():
-        checkpoint.prepare(out_dir)
+        checkpoint_saver.prepare(out_dir)
         raw, model, optimizer = build(strategy, fused=True)
-        saver = checkpoint.Saver(out_dir, keep=5, say=silent)
+        saver = checkpoint_saver.Saver(out_dir, keep=5, say=silent)
         saver.save(0, raw, optimizer, {'tokens': 0})  # before step 1: no optimizer state
         train(raw, optimizer)
         if strategy == 'fsdp':
@@ -379,10 +379,10 @@ def test_weights_in_any_order_of_memory_are_written_as_they_are_read(tmp_path):
 
 
 def save_transposed(out_dir):
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     linear = nn.Linear(4, 3, bias=False)
     linear.weight.data = torch.arange(12.0).view(3, 4).t().contiguous().t()
-    checkpoint.Saver(out_dir, keep=1, say=silent).save(1, linear, torch.optim.SGD(linear.parameters()), {})
+    checkpoint_saver.Saver(out_dir, keep=1, say=silent).save(1, linear, torch.optim.SGD(linear.parameters()), {})
 
 
 def without_index(path, copy):
@@ -394,7 +394,7 @@ def without_index(path, copy):
 
 def with_hashes(path):
     """The path of a checkpoint, after its manifest has been written anew, as somebody would who has changed a file."""
-    files = {file.name: checkpoint.facts_of(file) for file in path.iterdir() if file.name != 'manifest.json'}
+    files = {file.name: checkpoint_saver.facts_of(file) for file in path.iterdir() if file.name != 'manifest.json'}
     (path / 'manifest.json').write_text(json.dumps({'format_version': 1, 'files': files}))
     return str(path)
 
@@ -497,11 +497,11 @@ def test_an_index_that_does_not_fit_its_files_is_refused(runs, tmp_path, fault):
 
 def save_steps(out_dir, steps, keep, width=5, async_save=False):
     """Save a DDP model whose weights all equal the step; returns the lines that this rank has printed."""
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     raw, _, optimizer = build('ddp', width=width)
     train(raw, optimizer, steps=1)
     lines = []
-    saver = checkpoint.Saver(out_dir, keep, async_save, say=lines.append)
+    saver = checkpoint_saver.Saver(out_dir, keep, async_save, say=lines.append)
     for step in steps:
         fill(raw, step)
         saver.save(step, raw, optimizer, {})
@@ -706,11 +706,11 @@ def fill_the_disk(out_dir, async_save):
     """Save 1 MB, then 6 MB, then 1 MB; returns the error on this rank."""
     small, _, small_optimizer = build('ddp', width=5_000)
     large, _, large_optimizer = build('ddp', width=30_000)
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     for raw, optimizer in ((small, small_optimizer), (large, large_optimizer)):
         train(raw, optimizer, steps=1)
         fill(raw, 1)
-    saver = checkpoint.Saver(out_dir, keep=1, async_save=async_save, say=silent)
+    saver = checkpoint_saver.Saver(out_dir, keep=1, async_save=async_save, say=silent)
     saver.save(1, small, small_optimizer, {})
     saver.wait()
     saver.copies.clear()
@@ -741,9 +741,9 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(smal
 
 def fail_on_rank_1(out_dir):
     """Rank 1, and no other, may write no file above 1 kB; returns the error that this rank sees."""
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     raw, _, optimizer = build('ddp', width=1000)
-    saver = checkpoint.Saver(out_dir, keep=1, say=silent)
+    saver = checkpoint_saver.Saver(out_dir, keep=1, say=silent)
     if dist.get_rank() == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -760,10 +760,10 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
 
 def fail_once(out_dir, async_save):
     """What is printed if step 1 cannot be saved and step 2, the last one, can."""
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     raw, _, optimizer = build('ddp', width=1000)
     said = []
-    saver = checkpoint.Saver(out_dir, keep=1, async_save=async_save, say=said.append, save_errors='continue')
+    saver = checkpoint_saver.Saver(out_dir, keep=1, async_save=async_save, say=said.append, save_errors='continue')
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     saver.save(1, raw, optimizer, {})
@@ -785,9 +785,9 @@ def test_a_failed_save_that_the_last_one_has_made_good_is_no_error_at_the_end(tm
 
 def save_bad_weights(out_dir):
     """{weight: the error that this rank sees}. Only on rank 1 the last weight is not finite."""
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     raw, _, optimizer = build('fsdp')
-    saver = checkpoint.Saver(out_dir, keep=1, say=silent)
+    saver = checkpoint_saver.Saver(out_dir, keep=1, say=silent)
     saver.save(1, raw, optimizer, {})
     messages = {}
     for weight in ('nan', 'inf', '-inf'):
@@ -810,9 +810,9 @@ def test_weights_that_are_no_numbers_are_refused_on_all_ranks(tmp_path):
 
 def note_calls(out_dir):
     """What is written to the disk and renamed during a save, in order: ('fsync', path) and ('rename', from, to)."""
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     raw, _, optimizer = build('single')
-    saver = checkpoint.Saver(out_dir, keep=1, say=silent)
+    saver = checkpoint_saver.Saver(out_dir, keep=1, say=silent)
     calls, fsync, replace = [], os.fsync, os.replace
 
     def noted_fsync(descriptor):
@@ -877,9 +877,9 @@ def test_retention_keeps_the_newest_and_survives_a_failed_delete(tmp_path):
 
 def save_with_permanent_ones(out_dir):
     """What Saver takes for the last good checkpoint after each save. The one of step 35 loses its manifest."""
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     raw, _, optimizer = build('ddp')
-    saver = checkpoint.Saver(out_dir, keep=2, say=silent, permanent_interval=20)
+    saver = checkpoint_saver.Saver(out_dir, keep=2, say=silent, permanent_interval=20)
     said = [saver.last_good()]
     for step in (10, 20, 30, 35, 40, 45, 50, 55):
         saver.save(step, raw, optimizer, {})
@@ -902,10 +902,10 @@ def test_permanent_checkpoints_stay_and_do_not_count_and_neither_do_incomplete_o
 
 def save_both_ways(strategy, out_dir):
     raw, _, optimizer = build(strategy)
-    checkpoint.prepare(out_dir)
-    blocking = checkpoint.Saver(out_dir, keep=9, say=silent)
+    checkpoint_saver.prepare(out_dir)
+    blocking = checkpoint_saver.Saver(out_dir, keep=9, say=silent)
     lines = []
-    background = checkpoint.Saver(out_dir, keep=9, async_save=True, say=lines.append)
+    background = checkpoint_saver.Saver(out_dir, keep=9, async_save=True, say=lines.append)
     held = []
     background.save(0, raw, optimizer, {})
     for step in (1, 2):
@@ -936,11 +936,11 @@ def bytes_staged(strategy, out_dir):
     """Bytes: (of host memory that a background save takes on this rank, of the largest tensor, of all tensors)."""
     raw, _, optimizer = build(strategy)
     train(raw, optimizer, steps=1)
-    checkpoint.prepare(out_dir)
-    saver = checkpoint.Saver(out_dir, keep=1, async_save=True, say=silent)
+    checkpoint_saver.prepare(out_dir)
+    saver = checkpoint_saver.Saver(out_dir, keep=1, async_save=True, say=silent)
     saver.save(1, raw, optimizer, {})
     saver.wait()
-    sizes = [tensor.nbytes for tensor in checkpoint.tensors_to_save(raw, optimizer).values()]
+    sizes = [tensor.nbytes for tensor in checkpoint_saver.tensors_to_save(raw, optimizer).values()]
     return sum(copy.nbytes for copy in saver.copies.values()), max(sizes), sum(sizes)
 
 
@@ -961,11 +961,11 @@ def test_replicas_of_a_sharded_model_share_what_they_copy(tmp_path):
 
 def save_and_load_often(out_dir):
     """How many files this process has open after 10 and after 20 rounds."""
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     raw, _, optimizer = build('ddp')
     train(raw, optimizer, steps=1)
-    blocking = checkpoint.Saver(out_dir, keep=1, say=silent)
-    background = checkpoint.Saver(out_dir, keep=1, async_save=True, say=silent)
+    blocking = checkpoint_saver.Saver(out_dir, keep=1, say=silent)
+    background = checkpoint_saver.Saver(out_dir, keep=1, async_save=True, say=silent)
     for cycle in range(20):
         saver = background if cycle % 2 else blocking
         saver.save(cycle, raw, optimizer, {})
@@ -987,7 +987,7 @@ def test_many_rounds_leave_no_file_open(tmp_path):
 
 
 def hold(out_dir, claimed):
-    checkpoint.claim(out_dir)
+    checkpoint_saver.claim(out_dir)
     claimed.set()
     signal.pause()
 
@@ -995,7 +995,7 @@ def hold(out_dir, claimed):
 def test_members_of_a_group_may_take_over_an_out_dir_where_the_umask_lets_them(tmp_path):
     before = os.umask(0o002)
     try:
-        checkpoint.claim(str(tmp_path))
+        checkpoint_saver.claim(str(tmp_path))
     finally:
         os.umask(before)
     assert (tmp_path / '.lock').stat().st_mode & 0o777 == 0o664
@@ -1006,10 +1006,10 @@ def test_a_second_job_is_told_who_holds_the_directory_until_that_one_dies(tmp_pa
     process = fork(hold, str(tmp_path), claimed)
     assert claimed.wait(60)
     with pytest.raises(ValueError, match=f'{tmp_path} .*{process.pid} on {socket.gethostname()}: '):
-        checkpoint.claim(tmp_path, patience_s=0.2)
+        checkpoint_saver.claim(tmp_path, patience_s=0.2)
     process.kill()
-    checkpoint.claim(tmp_path)
-    checkpoint.claim(tmp_path)  # again by the same process, such as a second run in a notebook
+    checkpoint_saver.claim(tmp_path)
+    checkpoint_saver.claim(tmp_path)  # again by the same process, such as a second run in a notebook
 
 
 def test_a_lock_of_another_machine_is_waited_for_as_its_server_may_outlive_it(tmp_path):
@@ -1026,28 +1026,28 @@ def test_a_lock_of_another_machine_is_waited_for_as_its_server_may_outlive_it(tm
     try:
         (tmp_path / '.lock').write_text('process 12 on n9')
         with pytest.raises(ValueError, match='process 12 on n9: '):
-            checkpoint.claim(tmp_path, patience_s=0.1, lease_s=0.2)
-        checkpoint.claim(tmp_path, patience_s=0, say=die)
+            checkpoint_saver.claim(tmp_path, patience_s=0.1, lease_s=0.2)
+        checkpoint_saver.claim(tmp_path, patience_s=0, say=die)
     finally:
         process.kill()
     (line,) = said
-    assert 'process 12 on n9' in line and f'{checkpoint.NFS_LEASE_S} s' in line
+    assert 'process 12 on n9' in line and f'{checkpoint_saver.NFS_LEASE_S} s' in line
 
 
 def test_an_out_dir_that_cannot_be_written_is_found_before_training(tmp_path):
-    checkpoint.prepare(tmp_path / 'new' / 'run')
+    checkpoint_saver.prepare(tmp_path / 'new' / 'run')
     assert os.listdir(tmp_path / 'new' / 'run') == ['checkpoints'] and not os.listdir(tmp_path / 'new/run/checkpoints')
     (tmp_path / 'file').write_text('')
     with pytest.raises(OSError, match='out_dir=.*/file.*--out_dir'):
-        checkpoint.prepare(tmp_path / 'file')
+        checkpoint_saver.prepare(tmp_path / 'file')
     with pytest.raises(OSError, match='out_dir=/proc/run'):
-        checkpoint.prepare('/proc/run')
+        checkpoint_saver.prepare('/proc/run')
     (tmp_path / 'new/run/checkpoints').chmod(0o555)
     if os.geteuid() == 0:  # root may write anywhere
         tmp_path.chmod(0o755)
         os.seteuid(65534)
     try:
         with pytest.raises(PermissionError, match='out_dir=.*Permission denied'):
-            checkpoint.prepare(tmp_path / 'new' / 'run')
+            checkpoint_saver.prepare(tmp_path / 'new' / 'run')
     finally:
         os.seteuid(os.getuid())

@@ -29,7 +29,7 @@ from outputs import (
 )
 from short import slow_but
 
-from runtime import checkpoint, health
+from runtime import checkpoint, checkpoint_saver, health
 
 SCRIPTS = {
     'ddp': ('train_ddp.py', []),
@@ -553,10 +553,10 @@ def resident_mb():
 
 def save_and_resume(out_dir, cycles):
     """[(open files, resident MB)] of this process after each cycle of a save and a load with verification."""
-    checkpoint.prepare(out_dir)
+    checkpoint_saver.prepare(out_dir)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))  # 1 MB; 3 MB with moments
     optimizer = torch.optim.AdamW(model.parameters())
-    savers = [checkpoint.Saver(out_dir, 2, async_save, lambda line: None) for async_save in (False, True)]
+    savers = [checkpoint_saver.Saver(out_dir, 2, async_save, lambda line: None) for async_save in (False, True)]
     seen = []
     for cycle in range(cycles):
         model(torch.ones(1, 256)).sum().backward()
