@@ -187,7 +187,7 @@ def sends(plan):
     again = max(0, large - REUSE // 2)  # forward and backward pass what lies behind it: twice
     return {
         'all-gather': of_others * compute * (whole - large + micro_steps * (large + again)),
-        'reduce-scatter': of_others * FP32 * trainable * micro_steps * (1 if plan.on_cuda else 2),  # see fsdp.sends()
+        'reduce-scatter': of_others * FP32 * trainable * micro_steps * (1 if plan.on_cuda else 2),  # as planning.fsdp
     }
 
 

@@ -19,6 +19,7 @@ from layout import Layout, Share
 from moments import bytes_held, in_8_bits
 from planning import strategies
 from planning.activations import few_blocks, micro_step
+from planning.fsdp import reduction_that_stays, whole_bytes
 from planning.sizes import BYTES, Weights, part_of_rank, weights_of
 
 OVERLAP = 'peaks at different moments'
@@ -166,8 +167,6 @@ def totals(parts):
 def while_writing(plan):
     """Bytes on the device while the model of train_grpo.py writes answers, at most: what stays from step to step, whole
     weights in the compute dtype, keys and values of the answers that are written at once, of block_size tokens each."""
-    from fsdp import reduction_that_stays, whole_bytes
-
     keys = plan.keys
     answers = keys['global_batch_size'] // plan.layout.ranks
     at_once = min(answers, keys['generation_batch_size'] or answers)

@@ -24,7 +24,7 @@ def of(layout):
 
         lessons.append(deepspeed_engine)
     else:
-        import fsdp
+        from planning import fsdp
 
         lessons.append(fsdp)
     if layout.context > 1:
