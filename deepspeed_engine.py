@@ -346,7 +346,7 @@ def forget_order(engine):
 
     Stage 3 gathers weights ahead in the order of the pass before. If another module than expected takes a weight that
     is on its way, it does not wait for that weight. And the order does change: a pass that returns logits, as in
-    finetune.self_test(), calls the head as a module, while a pass for the loss only takes its weight. The price is that
+    self_test.run(), calls the head as a module, while a pass for the loss only takes its weight. The price is that
     nothing is gathered ahead in one step after each evaluation.
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()

@@ -187,7 +187,7 @@ def compare_with_class(folder):
     import torch
 
     from huggingface.files import Weights, tensors_to_load
-    from huggingface.finetune import Pretrained
+    from huggingface.pretrained import Pretrained
 
     try:
         with torch.device('meta'):

@@ -45,7 +45,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from huggingface import convert, finetune, lora, rounding
+from huggingface import convert, finetune, loading, lora, rounding
+from huggingface.pretrained import copy_files
 from model import GPT
 from moments import is_finite
 from runtime import opened as models
@@ -119,7 +120,7 @@ def choose_dtype():
         # Rounding can lose a change that is small beside its weight. An adapter's numbers are the change itself, and
         # rounding alters them by a 500th of themselves; and weights that began at random have no small change to lose.
         return 'float32' if is_auto else config.dtype
-    seen = finetune.seen_in_training(pretrained)
+    seen = loading.seen_in_training(pretrained)
     counts = rounding.count(model, rounding.base_of(state), getattr(torch, wanted), seen)
     halves = f'--dtype={wanted} halves it'
     if model_facts.get('lora_rank'):
@@ -150,7 +151,7 @@ if is_fine_tuned:
             f'adapter=True: {pretrained.added_rows} tokens have rows in the embedding that '
             f'{state["config"]["init_from"]} lacks, and peft loads an adapter beside that: leave --adapter out'
         )
-    model = finetune.for_inference(pretrained, weights)
+    model = loading.for_inference(pretrained, weights)
 else:
     weights, model_config = convert.without_multipliers(weights, opened.model_config)
     vocab_size, block_size = model_config.vocab_size, model_config.block_size
@@ -162,7 +163,7 @@ if not config.adapter:
     weights = None
 parameters = sum(parameter.numel() for parameter in model.parameters())
 print(f'{path}: {model_facts["arch"]}, {parameters:,} parameters')
-if is_fine_tuned and (merged := finetune.line_of_base(pretrained)):
+if is_fine_tuned and (merged := loading.line_of_base(pretrained)):
     beside = (
         f'the adapter belongs to {state["config"]["init_from"]} rounded to {pretrained.frozen_rounding}, beside which '
     )
@@ -180,7 +181,7 @@ if config.adapter:
         adapter |= {f'{module}.{name}': tensor for name, tensor in own.items()}
     adapter = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in adapter.items()}
     model = None  # freed before the second one is read, which takes two copies of the weights while LoRA is merged
-    model = finetune.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in adapter.items()})
+    model = loading.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in adapter.items()})
     expected_logits = logits_of(model)
 else:
     change_dtype(model, getattr(torch, config.dtype))
@@ -246,7 +247,7 @@ def write_fine_tuned(folder):
         model.generation_config = transformers.GenerationConfig()  # save_pretrained refuses some models' own
     say_what_is_learned(model.config)
     model.save_pretrained(folder, max_shard_size=config.max_shard_size)
-    finetune.copy_files(pretrained.folder, folder, leave_out=('config.json',))
+    copy_files(pretrained.folder, folder, leave_out=('config.json',))
     if opened.has_learned_chats:
         stop_after_answers(folder)
     if state['config'].get('fold_system'):
@@ -398,7 +399,7 @@ def check_adapter(folder):
     except ImportError:
         print('read again: weights equal; the logits were not compared, because peft is not installed here')
         return
-    base = finetune.for_inference(pretrained, {name: tensor for name, tensor in weights.items() if name not in adapter})
+    base = loading.for_inference(pretrained, {name: tensor for name, tensor in weights.items() if name not in adapter})
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', FutureWarning)  # transformers warns about what peft calls
         theirs = peft.PeftModel.from_pretrained(base, folder)

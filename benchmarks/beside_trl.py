@@ -153,9 +153,10 @@ def write_work(arguments, part, path):
 
     import data
     from huggingface import finetune, lora
+    from huggingface.pretrained import Pretrained
 
     lora_keys = {'lora_rank': RANK, 'lora_alpha': float(RANK)} if part == 'lora' else {}
-    pretrained = finetune.Pretrained(arguments.init_from, block_size=arguments.block_size, **lora_keys)
+    pretrained = Pretrained(arguments.init_from, block_size=arguments.block_size, **lora_keys)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     shapes = {name: p.shape for name, p in model.named_parameters() if name.endswith('.lora_A')}

@@ -26,7 +26,7 @@ class Evaluation:
     Tasks read from files, ready to be scored.
 
     encoder: one of evaluation.tasks. window: how many tokens the model sees. pretrained: the model's
-    finetune.Pretrained, or None. batch_size: requests per rank and forward pass. tokens_at_once: of answers more are
+    Pretrained, or None. batch_size: requests per rank and forward pass. tokens_at_once: of answers more are
     written at once, if they and their prompts have no more tokens than that. ranks_per_batch: how many ranks compute
     each batch together. as_chat: write the items with the tokenizer's chat template; None = if the model has learned
     conversations. chat_key: the script's key for that. reward: a Reward, by which prompts are judged, too. options: for

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from huggingface import convert, files, finetune, rotation
+from huggingface.self_test import reference_logits
 from model import GPT, ModelConfig
 from system.files import read_json
 
@@ -75,7 +76,7 @@ def refuse_other_families(folder):
 
 
 def model_config_of(pretrained):
-    """The ModelConfig of a finetune.Pretrained. Raises ValueError that names a property which model.py lacks."""
+    """The ModelConfig of a Pretrained. Raises ValueError that names a property which model.py lacks."""
     refuse_other_families(pretrained.folder)
     config, given = pretrained.config, f'native=True: {pretrained.folder} (model_type={pretrained.arch})'
 
@@ -199,7 +200,7 @@ def self_test(pretrained, model_config):
     for number, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda module, args, number=number: fill(module, f'blocks.{number}'))
         block.register_forward_hook(empty)
-    logits, expected = model(tokens), finetune.reference_logits(pretrained, tokens)
+    logits, expected = model(tokens), reference_logits(pretrained, tokens)
     difference = ((logits - expected).norm() / expected.norm()).item()
     if not difference <= 1e-4:  # a wrong frequency gives about 1
         raise ValueError(

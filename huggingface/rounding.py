@@ -37,7 +37,7 @@ def base_of(state):
 def count(model, base, dtype, seen=lambda name, rows: rows):
     """Count weights of this rank's part of a model without LoRA: (all, those that differ from the base's, those that
     still differ when both are rounded to dtype). None if base is None or has other tensors.
-    seen: finetune.seen_in_training(), if LoRA was merged into a base that had been rounded."""
+    seen: loading.seen_in_training(), if LoRA was merged into a base that had been rounded."""
     if base is None:
         return None
     total = moved = kept = 0

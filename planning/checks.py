@@ -14,7 +14,7 @@ def check(keys, layout, shape):
     """
     Lines for the log. Raises ValueError for keys that contradict each other.
 
-    keys: all of a script, with values, and with those of the model. shape: the ModelConfig, or finetune.Pretrained.
+    keys: all of a script, with values, and with those of the model. shape: the ModelConfig, or Pretrained.
     """
     check_optimizer(keys)
     lines = []

@@ -28,8 +28,9 @@ def empty_model(config, device='meta'):
     with torch.device(device):
         if 'transformers' in config:
             from huggingface import finetune  # here, since a run from scratch needs none of it
+            from huggingface.pretrained import Pretrained
 
-            return finetune.for_training(finetune.Pretrained.from_keys(config, explicit=()))
+            return finetune.for_training(Pretrained.from_keys(config, explicit=()))
         return GPT(ModelConfig.from_keys(config))
 
 

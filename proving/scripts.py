@@ -28,7 +28,7 @@ import data
 import deepspeed_engine
 import optim
 from experts import Router
-from huggingface import finetune, lora
+from huggingface import finetune, loading, lora
 from huggingface.files import Weights
 from layout import WHOLE
 from model import GPT
@@ -82,7 +82,7 @@ def script_in_float64():
     """A context in which a script computes in float64 what would be fp32, from the same initial values."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_float64())
-        for place, name in ((Weights, 'read'), (finetune, 'whole_model')):
+        for place, name in ((Weights, 'read'), (loading, 'whole_model')):
             stack.enter_context(mock.patch.object(place, name, as_stored(getattr(place, name))))
         for place, name in ((GPT, 'initial_value'), (lora, 'initial_lora_a')):
             stack.enter_context(mock.patch.object(place, name, as_drawn_in_fp32(getattr(place, name))))

@@ -54,7 +54,7 @@ class Run:
     compute_dtype: torch.dtype
     learns_from: str = 'text'  # 'text', conversations included, 'pairs' of answers, or 'prompts' that it answers itself
     notes: list = field(default_factory=list)  # lines for the log: which values were filled in, and warnings
-    pretrained: object = None  # finetune.Pretrained if init_from is a Hugging Face folder, with native=True as well
+    pretrained: object = None  # Pretrained if init_from is a Hugging Face folder, with native=True as well
     start: object = None  # opened.Opened, which gives the first weights, if init_from is a run of this project
     train_data: object = None  # data.Mixture
     val_data: object = None  # the same of its validation text; None if eval_sequences is 0
@@ -100,7 +100,7 @@ class Run:
 
     @property
     def shape(self):
-        """What the model is: a ModelConfig, or the finetune.Pretrained of a class of transformers."""
+        """What the model is: a ModelConfig, or the Pretrained of a class of transformers."""
         return self.model_config or self.pretrained
 
     @property

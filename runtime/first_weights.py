@@ -174,8 +174,9 @@ def take_from(start, config, explicit, learns_from='text'):
 
 
 def open_folder(run):
-    """The finetune.Pretrained of the Hugging Face folder that init_from names."""
-    from huggingface import finetune, native  # here, since a run from scratch needs none of it
+    """The Pretrained of the Hugging Face folder that init_from names."""
+    from huggingface import native  # here, since a run from scratch needs none of it
+    from huggingface.pretrained import Pretrained
     from text.encoding import compare_with_transformers
     from text.tokenizer import check_same_tokenizer
 
@@ -190,7 +191,7 @@ def open_folder(run):
         )
     if config.native and not run.start:
         native.refuse_other_families(config.init_from)
-    pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit, run.start and run.start.pretrained)
+    pretrained = Pretrained.from_keys(vars(config), run.explicit, run.start and run.start.pretrained)
     if run.strategy == 'deepspeed':  # its checkpoints hold nothing but weights and moments, so no load
         pretrained.router_aux = pretrained.router_z = 0.0
     if config.native:
@@ -278,9 +279,9 @@ def initialise(model, run, device=None):
         run.start.fill(model, run.share, run.config.seed)
         return
     if run.pretrained and not run.config.native:
-        from huggingface import finetune
+        from huggingface import loading
 
-        finetune.load(model, run.pretrained, run.config.seed)  # every rank reads the rows that it keeps
+        loading.load(model, run.pretrained, run.config.seed)  # every rank reads the rows that it keeps
         return
     parameters = {(name, parameter): parameter.nbytes for name, parameter in model.named_parameters()}
     if run.pretrained:

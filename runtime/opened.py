@@ -45,7 +45,7 @@ class Opened:
     path: str | None = None  # of the checkpoint; None of a folder
     state: dict = field(default_factory=dict)  # of the checkpoint
     model_config: object = None  # model.ModelConfig, if model.py alone computes it
-    pretrained: object = None  # finetune.Pretrained: transformers' class computes it, and with native model.py may
+    pretrained: object = None  # Pretrained: transformers' class computes it, and with native model.py may
     tokenizer: str | None = None  # --tokenizer, for a run of an earlier version whose dataset is gone
     trust_remote_code: bool = False
 
@@ -142,12 +142,12 @@ class Opened:
             model.to_empty(device=device)
             model.load_state_dict(weights)
             return model.to(compute_dtype).eval()  # every token uses every weight, so cast once
-        from huggingface import finetune, rounding
+        from huggingface import loading, rounding
 
-        model = finetune.for_generation(self.pretrained, weights, compute_dtype, device)
+        model = loading.for_generation(self.pretrained, weights, compute_dtype, device)
         lines = [rounding.line_before_casting(model, self.state, compute_dtype)] if self.path else []
-        finetune.cast_weights(model, compute_dtype, device)
-        for line in [*lines, finetune.line_of_base(self.pretrained) if self.path else None]:
+        loading.cast_weights(model, compute_dtype, device)
+        for line in [*lines, loading.line_of_base(self.pretrained) if self.path else None]:
             if line:
                 say(line)
         return model
@@ -169,9 +169,9 @@ class Opened:
         """Give the weights to a model, sharded or not, that is allocated. Each rank reads the rows that it keeps.
         Collective. share: what this rank has of it, where the script cuts it by hand."""
         if self.pretrained and (not self.path or self.state.get('base')):  # a LoRA checkpoint lacks what is not trained
-            from huggingface import finetune
+            from huggingface import loading
 
-            finetune.load(model, self.pretrained, seed)
+            loading.load(model, self.pretrained, seed)
         if self.path and self.state.get('base'):
             from huggingface import lora
 
@@ -227,23 +227,24 @@ def open_model(name, step=None, data_dir=None, tokenizer=None, trust_remote_code
         shape, folder = checkpoint.read_model_config(path, state), folder_of_language(name, state, data_dir, tokenizer)
         return Opened(name, folder, path, state, shape, tokenizer=tokenizer)
     refuse_tokenizer(tokenizer)
-    from huggingface import finetune
+    from huggingface.pretrained import Pretrained
 
-    pretrained = finetune.Pretrained.from_run(name, state, trust_remote_code)
+    pretrained = Pretrained.from_run(name, state, trust_remote_code)
     return Opened(name, pretrained.folder, path, state, None, pretrained, trust_remote_code=trust_remote_code)
 
 
 def open_folder(name, trust_remote_code=False, tokenizer=None, key='out_dir'):
     """The Opened of a Hugging Face folder, or of an export."""
-    from huggingface import convert, files, finetune
+    from huggingface import convert, files
+    from huggingface.pretrained import Pretrained, refuse_adapter
 
     refuse_tokenizer(tokenizer)
     folder = files.find_folder(name, key=key)
-    finetune.refuse_adapter(folder)
+    refuse_adapter(folder)
     files.Weights(folder, key=key)  # raises if there are no weights
     if model_config := convert.config_of_export(folder):
         return Opened(name, folder, model_config=model_config, trust_remote_code=trust_remote_code)
-    pretrained = finetune.Pretrained(folder, trust_remote_code=trust_remote_code)
+    pretrained = Pretrained(folder, trust_remote_code=trust_remote_code)
     return Opened(name, folder, pretrained=pretrained, trust_remote_code=trust_remote_code)
 
 

@@ -89,13 +89,13 @@ class Watch:
                     self.say(collectives.on_rank_0(*test, patience_s=collectives.PATIENCE_S))
         elif run.pretrained:
             import float8
-            from huggingface import finetune
+            from huggingface import self_test
 
             as_loaded = run.found is None and not run.start if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint_saver.SLOWEST_SAVE_S):
                 is_packed = any(split.has_starts for split in run.splits.values())
                 with float8.paused(raw_model) if run.config.matmul_dtype else contextlib.nullcontext():
-                    line = finetune.self_test(model, raw_model, run.pretrained, as_loaded, is_packed, run.device)
+                    line = self_test.run(model, raw_model, run.pretrained, as_loaded, is_packed, run.device)
                 self.say(line)
 
     # --- before the loop ----------------------------------------------------------------------------------------------

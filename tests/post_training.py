@@ -3,7 +3,8 @@
 import torch
 from launch import run_many
 
-from huggingface import finetune
+from huggingface import finetune, loading
+from huggingface.pretrained import Pretrained
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
@@ -48,11 +49,11 @@ def llama_of_trl(seed):
 def as_ours(model, folder):
     """The same model as the scripts compute it, by way of a folder."""
     model.save_pretrained(folder)
-    pretrained = finetune.Pretrained(str(folder))
+    pretrained = Pretrained(str(folder))
     with torch.device('meta'):
         ours = finetune.for_training(pretrained)
     ours.to_empty(device='cpu')
-    finetune.load(ours, pretrained)
+    loading.load(ours, pretrained)
     return ours
 
 

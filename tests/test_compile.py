@@ -23,6 +23,7 @@ import fsdp
 import fsdp_manual
 import offload
 from huggingface import finetune, lora
+from huggingface.pretrained import Pretrained
 from model import GPT, ModelConfig
 from runtime import begin, log
 
@@ -190,7 +191,7 @@ def test_twelve_blocks_of_a_hugging_face_class_share_two_graphs(
     layers = {'n_layer': 12} if model.startswith('gpt2') else {'num_hidden_layers': 12}
     keys = {} if trained == 'all' else {'lora_rank': 4, 'frozen_dtype': trained}
     folder = save_model(tmp_path, model, torch.bfloat16, **layers)
-    raw_model = finetune.for_training(finetune.Pretrained(folder, 32, **keys), torch.bfloat16)
+    raw_model = finetune.for_training(Pretrained(folder, 32, **keys), torch.bfloat16)
     if strategy == 'ddp':
         lora.compute_from_stored(raw_model)
     offload.checkpoint_activations(raw_model, mode)

@@ -24,7 +24,7 @@ from configurator import (
     tagged,
     without_effect,
 )
-from huggingface.finetune import Pretrained
+from huggingface.pretrained import Pretrained
 from keys import GONE
 from model import ModelConfig
 

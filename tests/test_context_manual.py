@@ -20,7 +20,7 @@ from precision import assert_as_close_to_float64, in_float64
 from pretrained import save_model
 
 import context_manual
-from huggingface import finetune
+from huggingface.pretrained import Pretrained
 from model import GPT, ModelConfig
 from planning import traffic
 from runtime import meter
@@ -220,7 +220,7 @@ def test_windows_are_refused():
     [('mistral', ' 8 tokens .*block_size=32'), ('gpt_neox', 'its attention')],
 )
 def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message):
-    pretrained = finetune.Pretrained(save_model(tmp_path / kind, kind), block_size=32)
+    pretrained = Pretrained(save_model(tmp_path / kind, kind), block_size=32)
     keys = {'block_size': 32, 'dropout': 0.0, 'device': 'cpu', 'head_dim': 10}
     with pytest.raises(ValueError, match=message):
         context_manual.check(keys, layout_of('fsdp', 2, context=2), pretrained)

@@ -21,7 +21,7 @@ from pretrained import POSITIONS, save_model
 from short import slow_but
 
 from evaluation import grading, scoring, tasks
-from huggingface import finetune
+from huggingface.pretrained import Pretrained
 from model import GPT, ModelConfig
 from runtime.opened import Opened
 from system import limits
@@ -917,7 +917,7 @@ def test_what_has_learned_chats_is_asked_and_stops_as_it_has_learned(tmp_path):
         path = folder / f'{name}.json'
         path.write_text(json.dumps({**json.loads(path.read_text()), key: end}))
     (folder / 'generation_config.json').unlink(missing_ok=True)
-    pretrained = finetune.Pretrained(str(folder))
+    pretrained = Pretrained(str(folder))
     of_runs = ({}, {'chats': True, 'fold_system': True}, {'prompts_chat': True})
     before, after, rewarded = (
         Opened('out', str(folder), state={'config': keys}, pretrained=pretrained).language() for keys in of_runs

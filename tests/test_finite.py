@@ -13,8 +13,9 @@ from pretrained import POSITIONS, save_model
 from safetensors.torch import load_file, save_file
 
 from evaluation import in_run, sampling, tasks
-from huggingface import convert, finetune, native
+from huggingface import convert, finetune, loading, native, self_test
 from huggingface.files import SINGLE, Weights
+from huggingface.pretrained import Pretrained
 from model import GPT, ModelConfig
 from runtime.opened import Opened
 
@@ -68,15 +69,15 @@ def model_on_meta(pretrained, dtype=torch.float32):
 @pytest.mark.parametrize('value', [math.nan, -math.inf])
 def test_every_reader_of_a_folder_names_the_tensor_that_is_not_finite(originals, tmp_path, kind, value):
     folder = changed(originals[kind], tmp_path / 'spoilt', spoil(NAMES[kind], value))
-    pretrained = finetune.Pretrained(folder, block_size=POSITIONS)
+    pretrained = Pretrained(folder, block_size=POSITIONS)
     readers = {
-        'training, evaluate.py': lambda: finetune.load(model_on_meta(pretrained).to_empty(device='cpu'), pretrained),
-        'sample.py': lambda: finetune.weights_of_folder(pretrained, model_on_meta(pretrained)),
-        'export_model.py of LoRA': lambda: finetune.base_weights(model_on_meta(pretrained), pretrained, {}),
+        'training, evaluate.py': lambda: loading.load(model_on_meta(pretrained).to_empty(device='cpu'), pretrained),
+        'sample.py': lambda: loading.weights_of_folder(pretrained, model_on_meta(pretrained)),
+        'export_model.py of LoRA': lambda: loading.base_weights(model_on_meta(pretrained), pretrained, {}),
         'a folder of our own': lambda: convert.weights_of_export(folder, None),
     }
     if kind == 'qwen3_moe':  # whose experts have other names in memory: rank 0 loads the whole model
-        readers['training, evaluate.py'] = lambda: finetune.whole_model(pretrained)
+        readers['training, evaluate.py'] = lambda: loading.whole_model(pretrained)
     if kind == 'llama':
         ours = native.model_config_of(pretrained)
         readers['native'] = lambda: native.Weights(pretrained, ours).initial_value('blocks.1.mlp.up.weight')
@@ -133,9 +134,9 @@ def overflows(originals, tmp_path_factory):
 
 def scores_of(folder, file, dtype, protocol):
     """What a run says and logs of a task, and whether the model is in train mode as before."""
-    pretrained = finetune.Pretrained(folder, block_size=POSITIONS)
+    pretrained = Pretrained(folder, block_size=POSITIONS)
     model = model_on_meta(pretrained, dtype).to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    loading.load(model, pretrained)
     encoder = Opened(folder, folder, pretrained=pretrained).language()
     evaluation = in_run.Evaluation([file], encoder, POSITIONS, pretrained, 2, CPU, protocol=protocol)
     lines = []
@@ -170,11 +171,11 @@ def test_scripts_end_in_one_line_where_the_model_overflows(overflows, tmp_path):
 
 def test_the_self_test_does_not_blame_packing(overflows):
     folder, _ = overflows
-    pretrained = finetune.Pretrained(folder, block_size=POSITIONS)
+    pretrained = Pretrained(folder, block_size=POSITIONS)
     model = model_on_meta(pretrained, torch.float16).to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    loading.load(model, pretrained)
     with pytest.raises(ValueError) as refused:
-        finetune.self_test(model, model, pretrained, loaded=False, packed=True, device=CPU)
+        self_test.run(model, model, pretrained, loaded=False, packed=True, device=CPU)
     assert re.fullmatch('self-test: logits are not finite: .*/large overflows in float16; .*', str(refused.value))
 
 

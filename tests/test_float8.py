@@ -12,7 +12,8 @@ from precision import apart, assert_as_close_to_float64, error
 from short import slow_but
 
 import float8
-from huggingface import finetune
+from huggingface import finetune, loading
+from huggingface.pretrained import Pretrained
 from model import GPT, Linear, ModelConfig
 from planning.sizes import make_part
 
@@ -261,7 +262,7 @@ def folder(tmp_path):
 
 
 def test_models_of_transformers_multiply_in_8_bits_too(folder):
-    pretrained, losses, gradients = finetune.Pretrained(folder('llama'), block_size=24), {}, {}
+    pretrained, losses, gradients = Pretrained(folder('llama'), block_size=24), {}, {}
     for case in ('plain', 'masters', 'paused'):
         with torch.device('meta'):
             model = finetune.for_training(pretrained, torch.bfloat16)
@@ -269,7 +270,7 @@ def test_models_of_transformers_multiply_in_8_bits_too(folder):
         if case != 'plain':
             float8.convert(model)
         assert {name: (p.shape, p.dtype) for name, p in model.named_parameters()} == names
-        finetune.load(model.to_empty(device='cpu'), pretrained)
+        loading.load(model.to_empty(device='cpu'), pretrained)
         outputs = []
         for layer in model.blocks[0].modules():
             if isinstance(layer, torch.nn.Linear):
@@ -424,7 +425,7 @@ def test_a_gpu_before_8_9_is_refused_and_one_that_is_not_here_is_not(monkeypatch
 
 
 def test_gpt2_of_transformers_has_no_linear_and_is_sent_to_native(folder):
-    pretrained = finetune.Pretrained(folder('gpt2'), block_size=24)
+    pretrained = Pretrained(folder('gpt2'), block_size=24)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     assert not [layer for block in model.blocks for layer in block.modules() if isinstance(layer, Linear)]

@@ -16,7 +16,7 @@ from fuzzing import keys as fuzzing_keys
 import configurator
 import keys
 from dataset import shards
-from huggingface import finetune
+from huggingface import loading, self_test
 from runtime import checkpoint, checkpoint_index, dcp_files
 from system import files
 from text import chat_rows, control_tokens, conversations, documents
@@ -99,14 +99,14 @@ def test_other_ids_than_those_of_the_folder_are_noticed(monkeypatch):
 
 
 def test_weights_that_are_not_those_of_the_folder_are_noticed(monkeypatch):
-    load = finetune.load
+    load = loading.load
 
     def load_almost(model, pretrained):
         load(model, pretrained)
         next(model.parameters()).data.mul_(1.01)
 
-    monkeypatch.setattr(finetune, 'load', load_almost)
-    monkeypatch.setattr(finetune, 'self_test', lambda *arguments, **options: None)
+    monkeypatch.setattr(loading, 'load', load_almost)
+    monkeypatch.setattr(self_test, 'run', lambda *arguments, **options: None)
     assert any('other logits' in line for line in failures('configs', 20))
 
 
@@ -146,7 +146,7 @@ def test_a_path_that_a_file_decides_is_noticed(monkeypatch):
 
 
 def test_a_link_that_leads_out_of_a_folder_is_noticed(monkeypatch):
-    monkeypatch.setattr(finetune, 'refuse_link_out', lambda path, folder: None)
+    monkeypatch.setattr('huggingface.pretrained.refuse_link_out', lambda path, folder: None)
     assert any('files outside of the folder' in line for line in failures('foreign', 200))
 
 

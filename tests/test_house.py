@@ -158,7 +158,7 @@ def test_what_several_files_need_stands_once():
     assert set(places(r'\.readinto\(|file_digest\(')) <= {'system/files.py', *others}
     # One function writes files atomically. Elsewhere folders are renamed, finished downloads, and a shard that loses
     # its name again; and a sign of life is replaced several times a second, which is not worth an fsync.
-    others = {'huggingface/finetune.py', 'download_model.py', 'runtime/health.py'}
+    others = {'huggingface/pretrained.py', 'download_model.py', 'runtime/health.py'}
     others |= {'runtime/checkpoint.py', 'runtime/checkpoint_saver.py'}
     allowed = {'system/files.py', 'dataset/shards.py', *others}
     assert set(places(r'\bos\.(replace|rename)\(|shutil\.move\(')) <= allowed

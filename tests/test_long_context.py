@@ -14,7 +14,9 @@ from pretrained import POSITIONS, save_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from huggingface import convert
-from huggingface.finetune import Pretrained, for_training, load
+from huggingface.finetune import for_training
+from huggingface.loading import load
+from huggingface.pretrained import Pretrained
 from model import GPT, ModelConfig, yarn_frequencies
 from runtime import checkpoint
 

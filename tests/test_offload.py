@@ -8,7 +8,8 @@ from pretrained import save_model
 from torch import nn
 
 import optim
-from huggingface.finetune import Pretrained, for_training
+from huggingface.finetune import for_training
+from huggingface.pretrained import Pretrained
 from model import GPT, ModelConfig
 from offload import StateOnHost, bytes_of_moments, checkpoint_activations
 from optim import in_parts

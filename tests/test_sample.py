@@ -28,7 +28,8 @@ from short import slow_but
 from tokenizers import processors
 
 from evaluation import prompts, sampling
-from huggingface import finetune
+from huggingface import loading
+from huggingface.pretrained import Pretrained
 from model import GPT, ModelConfig
 from runtime import checkpoint
 from text import chat_rows
@@ -213,8 +214,8 @@ def test_bad_input_gets_one_line(runs, sample, arguments, expected):
 
 
 def loaded(folder, dtype=torch.float32):
-    model = finetune.for_generation(finetune.Pretrained(str(folder)), None, dtype, 'cpu')
-    finetune.cast_weights(model, dtype, 'cpu')
+    model = loading.for_generation(Pretrained(str(folder)), None, dtype, 'cpu')
+    loading.cast_weights(model, dtype, 'cpu')
     return model
 
 
@@ -584,7 +585,7 @@ def test_a_mistake_with_a_folder_gets_one_line_before_weights_are_read(
     chat_model, start, tmp_path, monkeypatch, arguments, expected
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(finetune, 'for_generation', None)  # calling it would be another error
+    monkeypatch.setattr(loading, 'for_generation', None)  # calling it would be another error
     shutil.copytree(chat_model, 'MODEL')
     shutil.copytree(chat_model, 'PLAIN')
     (tmp_path / 'PLAIN' / 'chat_template.jinja').unlink()

@@ -35,7 +35,8 @@ from tokenizers import Tokenizer
 import data
 import logprobs
 from dataset.shards import FIRST, LEARNED
-from huggingface import finetune
+from huggingface import finetune, loading
+from huggingface.pretrained import Pretrained
 from logprobs import document_logps, token_logps
 from loss import LogitsOf
 from text.chat_rows import pair_of
@@ -371,11 +372,11 @@ def test_a_trained_run_is_evaluated_on_other_pairs_if_its_first_weights_are_ther
 
 
 def test_log_probabilities_at_a_temperature_in_chunks_and_of_filler(folder):
-    pretrained = finetune.Pretrained(str(folder / 'llama'), block_size=BLOCK)
+    pretrained = Pretrained(str(folder / 'llama'), block_size=BLOCK)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    loading.load(model, pretrained)
     draw = torch.Generator().manual_seed(2)
     x, y = (torch.randint(VOCABULARY, (3, 20), generator=draw) for _ in range(2))
     y[torch.rand(3, 20, generator=draw) < 0.5] = -1

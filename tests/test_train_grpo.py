@@ -31,7 +31,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from dataset.shuffle import permuted
 from evaluation import in_run, sampling
-from huggingface import finetune
+from huggingface import finetune, loading
+from huggingface.pretrained import Pretrained
 from logprobs import token_logps
 from model import generator_of
 from runtime import checkpoint, fill, rollouts
@@ -376,7 +377,7 @@ def test_tasks_are_scored_with_as_many_examples_as_prompts_have(folder, tmp_path
     write_rows(tmp_path / 'few.jsonl', rows)
     keys = {'eval_tasks': [tmp_path / 'few.jsonl'], 'block_size': BLOCK, 'batch_size': 2, 'num_fewshot': 0}
     keys |= {'eval_tasks_chat': False, 'eval_tasks_limit': None, 'trust_remote_code': False}
-    pretrained = finetune.Pretrained(str(folder / 'llama'))
+    pretrained = Pretrained(str(folder / 'llama'))
     language = Opened('llama', pretrained.folder, pretrained=pretrained).language()
     others = SimpleNamespace(tensor=1), language, pretrained, torch.device('cpu')
     (task,) = in_run.tasks_of(keys, *others).tasks
@@ -431,14 +432,14 @@ def tiny_run(folder, rank=0, world_size=1, **keys):
     unset = 'prompts_chat num_fewshot reward max_new_tokens generation_batch_size eval_only trust_remote_code compile '
     unset += 'mask_truncated'
     config = SimpleNamespace(**{**dict.fromkeys(unset.split()), **given, **keys})
-    pretrained = finetune.Pretrained(given['init_from'])
+    pretrained = Pretrained(given['init_from'])
     run = SimpleNamespace(config=config, pretrained=pretrained, rank=rank, world_size=world_size)
     run.device = torch.device('cpu')
     rollouts.open_prompts(run)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    loading.load(model, pretrained)
     return run, model
 
 
@@ -462,8 +463,8 @@ def test_each_token_is_learned_from_the_text_that_it_was_drawn_from(alone, tmp_p
     import transformers
 
     save_model(tmp_path, 'phi3_longrope', initializer_range=0.3)
-    pretrained = finetune.Pretrained(str(tmp_path))
-    model = finetune.for_generation(pretrained, None, torch.float32, 'cpu')
+    pretrained = Pretrained(str(tmp_path))
+    model = loading.for_generation(pretrained, None, torch.float32, 'cpu')
     prompts = [[*range(begin, begin + n)] for begin, n in ((1, 25), (60, 12), (130, TURN + 2), (90, TURN))]
     generators = [generator_of(SEED, str(n)) for n in range(len(prompts))]
     answers = sampling.generate_batch(model, prompts, 16, temperature=1.0, generators=generators)

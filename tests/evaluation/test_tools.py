@@ -8,7 +8,8 @@ from chats import CHATML, encoder_of, make_tokenizer, messages_of
 from pretrained import CALLS, SONG
 
 from evaluation import tools
-from huggingface import finetune
+from huggingface import loading
+from huggingface.pretrained import Pretrained
 from text.language import TransformersLanguage
 from text.templates import LETTERS
 from text.tokenizer import load_transformers_tokenizer
@@ -83,7 +84,7 @@ def test_a_template_that_drops_what_a_tool_says_is_refused(tmp_path):
 
 @pytest.fixture(scope='module')
 def opened(talker):
-    model = finetune.for_generation(finetune.Pretrained(talker), None, torch.float32, 'cpu')
+    model = loading.for_generation(Pretrained(talker), None, torch.float32, 'cpu')
     return model, TransformersLanguage(load_transformers_tokenizer(talker), talker)
 
 

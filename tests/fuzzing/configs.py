@@ -226,7 +226,8 @@ def logits_of_ours(folder, tokens):
     import torch
     import torch.distributed as dist
 
-    from huggingface import finetune
+    from huggingface import finetune, loading, self_test
+    from huggingface.pretrained import Pretrained
 
     keys = {'init_from': str(folder), 'out_dir': f'{folder}-out', 'dry_run': False, 'block_size': 12, 'freeze': None}
     keys |= {'lora_rank': 0, 'lora_alpha': 16.0, 'lora_targets': 'all', 'dropout': 0.0, 'z_loss': 0.0}
@@ -234,13 +235,13 @@ def logits_of_ours(folder, tokens):
     keys |= {'rope_theta': None, 'yarn': [], 'trust_remote_code': False}
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     try:
-        pretrained = finetune.Pretrained.from_keys(keys, {})
+        pretrained = Pretrained.from_keys(keys, {})
         pretrained.to_dict()
         with torch.device('meta'):
             model = finetune.for_training(pretrained)
         model.to_empty(device='cpu')
-        finetune.load(model, pretrained)
-        finetune.self_test(model, model, pretrained, loaded=True, packed=True, device='cpu')
+        loading.load(model, pretrained)
+        self_test.run(model, model, pretrained, loaded=True, packed=True, device='cpu')
         with torch.no_grad():
             return model.eval()(tokens).float()
     finally:

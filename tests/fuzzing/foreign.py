@@ -18,7 +18,7 @@ import data
 from dataset import shards
 from fuzzing.cases import check, some
 from huggingface.files import Weights
-from huggingface.finetune import copy_files, refuse_adapter
+from huggingface.pretrained import copy_files, refuse_adapter
 from pool.ledger import Ledger
 from pool.objects import COMMIT, SNAPSHOT, read_object, refuse_commit, refuse_ledger
 from pool.round_watch import RoundWatch

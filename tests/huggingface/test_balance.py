@@ -13,7 +13,8 @@ from pretrained import POSITIONS, VOCABULARY, save_model, sharded, write_chats
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
-from huggingface import finetune, native
+from huggingface import finetune, loading, native
+from huggingface.pretrained import Pretrained
 from model import GPT
 from optim import balance_experts
 from runtime import checkpoint
@@ -63,7 +64,7 @@ def trained(folder, implementation, recompute, **options):
     """What two_steps() finds with the model of a folder, laid out in one of these ways."""
     from torch.nn.parallel import DistributedDataParallel
 
-    pretrained = finetune.Pretrained(folder, block_size=POSITIONS, router_aux=AUX, router_z=Z, **options)
+    pretrained = Pretrained(folder, block_size=POSITIONS, router_aux=AUX, router_z=Z, **options)
     with torch.device('meta'):
         raw = finetune.for_training(pretrained)
     raw.checkpoint_activations(recompute)
@@ -75,7 +76,7 @@ def trained(folder, implementation, recompute, **options):
         for block in raw.blocks:
             block.forward = torch.compile(block.forward, backend='aot_eager', fullgraph=True)
     raw.to_empty(device='cpu')
-    finetune.load(raw, pretrained)
+    loading.load(raw, pretrained)
     if implementation == 'ddp':
         model = DistributedDataParallel(raw, broadcast_buffers=False)
     return two_steps(model, raw)
@@ -83,7 +84,7 @@ def trained(folder, implementation, recompute, **options):
 
 def native_steps(folder):
     """The same by model.py."""
-    pretrained = finetune.Pretrained(folder, block_size=POSITIONS)
+    pretrained = Pretrained(folder, block_size=POSITIONS)
     model_config = native.model_config_of(pretrained)
     model_config.router_aux, model_config.router_z = AUX, Z
     model, weights = GPT(model_config), native.Weights(pretrained, model_config)
@@ -202,7 +203,7 @@ def test_they_depend_neither_on_ranks_nor_on_what_is_computed_twice(models, expe
 
 @pytest.mark.parametrize('kind', ['mixtral', 'qwen3_moe', 'gpt_oss', 'granitemoehybrid', 'llama', 'mamba'])
 def test_which_classes_have_routers(tmp_path, kind):
-    pretrained = finetune.Pretrained(save_model(tmp_path, kind))
+    pretrained = Pretrained(save_model(tmp_path, kind))
     assert pretrained.has_routers == (kind not in ('llama', 'mamba'))
 
 
@@ -241,6 +242,6 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit_and_only_who_asks_gets_the
     assert error(losses['without'][2], losses['asked'][2]) > apart(3)
     assert [len(column(tmp_path / name, 'router/violation')) for name in losses] == [4, 2]
     # What others read of such a checkpoint is the model.
-    pretrained = finetune.Pretrained.from_run(str(tmp_path / 'whole'), state)
-    theirs = finetune.for_inference(pretrained, whole)
+    pretrained = Pretrained.from_run(str(tmp_path / 'whole'), state)
+    theirs = loading.for_inference(pretrained, whole)
     assert theirs.state_dict().keys() == {name for name in whole if not name.endswith('router.load')}

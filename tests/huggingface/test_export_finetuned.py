@@ -10,7 +10,7 @@ from launch import TINY_RUN, fork_script, run_forked, run_many
 from precision import likeliest
 from safetensors.torch import load_file
 
-from huggingface import convert, finetune
+from huggingface import convert, loading
 from runtime import checkpoint
 from system import devices
 from text.tokenizer import byte_level_bpe
@@ -274,8 +274,8 @@ def test_without_the_original_nothing_is_rounded(models, runs, export):
 
 
 def test_samples_and_scores_are_of_the_weights_that_were_trained(runs, sample, tmp_path, monkeypatch):
-    made, for_generation = [], finetune.for_generation
-    monkeypatch.setattr(finetune, 'for_generation', lambda *args: made.append(for_generation(*args)) or made[-1])
+    made, for_generation = [], loading.for_generation
+    monkeypatch.setattr(loading, 'for_generation', lambda *args: made.append(for_generation(*args)) or made[-1])
     for dtype, expected in (('auto', torch.float32), ('bfloat16', torch.bfloat16)):
         for name in ('small_steps', 'lora_mistral'):
             said = sample(name, '--prompt=a', '--max_new_tokens=1', '--num_samples=1', f'--dtype={dtype}')[1]

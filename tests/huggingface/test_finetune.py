@@ -21,7 +21,8 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 import data
 import optim
-from huggingface import finetune
+from huggingface import finetune, loading, self_test
+from huggingface.pretrained import Pretrained
 from keys import Keys
 from system import collectives
 
@@ -30,14 +31,14 @@ from system import collectives
 
 def loaded(folder, implementation, **options):
     """The model of `folder` for training, sharded by an implementation, or whole on every rank."""
-    pretrained = finetune.Pretrained(folder, **options)
+    pretrained = Pretrained(folder, **options)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     sharded(model, implementation)
     with warnings.catch_warnings():
         warnings.filterwarnings('error', 'DTensor random')  # a rule of transformers' that draws numbers for shards
         model.to_empty(device='cpu')
-        finetune.load(model, pretrained)
+        loading.load(model, pretrained)
     return pretrained, model
 
 
@@ -64,7 +65,7 @@ def compare_with_transformers(folder, implementation):
         / F.cross_entropy(expected.flatten(0, 1), x.roll(-1, 1).flatten(), reduction='sum').item(),
         'names': sorted(state) == sorted(weights),
         'weights': all(torch.equal(state[name], weights[name]) for name in state),
-        'self_test': finetune.self_test(model, model, pretrained, True, True, torch.device('cpu')),
+        'self_test': self_test.run(model, model, pretrained, True, True, torch.device('cpu')),
     }
 
 
@@ -93,7 +94,7 @@ def self_test_of_a_wrong_attention(folder):
     finetune.causal_attention = lambda *args, **options: right(*args, **options, is_causal=False)
     try:
         pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
-        return finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+        return self_test.run(model, model, pretrained, True, False, torch.device('cpu'))
     except ValueError as error:
         return str(error)
     finally:
@@ -111,7 +112,7 @@ def patience_with_rank_0(folder):
 
     with mock.patch.object(collectives, 'on_rank_0', ask):
         pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
-        finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+        self_test.run(model, model, pretrained, True, False, torch.device('cpu'))
     return asked
 
 
@@ -119,8 +120,8 @@ def self_test_of_a_state_space_model(folder):
     """What the self-test says of a state-space model, for conversations and for text."""
     pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
     with pytest.raises(ValueError) as refused:
-        finetune.self_test(model, model, pretrained, True, True, torch.device('cpu'))
-    return str(refused.value), finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+        self_test.run(model, model, pretrained, True, True, torch.device('cpu'))
+    return str(refused.value), self_test.run(model, model, pretrained, True, False, torch.device('cpu'))
 
 
 # Of MORE_MODELS the short suite has one that scales scores in its own way, one with experts, one with layers that know
@@ -218,13 +219,13 @@ def test_in_16_bits_a_few_tokens_may_have_gone_to_other_experts():
     for wrong, is_wrong in ((slice(0, 8), False), (slice(8, None), True)):
         logits = expected * 1.005
         logits[:, wrong] = expected.roll(1, 1)[:, wrong]
-        assert finetune.logits_differ(logits, expected, exact=True) > 0.1
-        assert bool(finetune.logits_differ(logits, expected, exact=False) > 0.1) == is_wrong
+        assert self_test.logits_differ(logits, expected, exact=True) > 0.1
+        assert bool(self_test.logits_differ(logits, expected, exact=False) > 0.1) == is_wrong
 
 
 @pytest.mark.parametrize('kind', ['gpt2', 'llama', 'mixtral', 'gpt_neox', 'mamba'])
 def test_whether_a_class_has_dropout_is_seen_in_what_it_computes(tmp_path, kind):
-    pretrained = finetune.Pretrained(save_model(tmp_path, kind), dropout=0.5)
+    pretrained = Pretrained(save_model(tmp_path, kind), dropout=0.5)
     model = finetune.for_training(pretrained)
     x = torch.arange(24)[None]
     with torch.no_grad():
@@ -234,11 +235,11 @@ def test_whether_a_class_has_dropout_is_seen_in_what_it_computes(tmp_path, kind)
 
 @pytest.mark.parametrize('kind', ['llama', 'gemma2'])  # with a loss in chunks, and from all logits
 def test_z_loss_is_of_the_square_of_logsumexp(models, kind):
-    pretrained = finetune.Pretrained(models / kind, z_loss=0.01)
+    pretrained = Pretrained(models / kind, z_loss=0.01)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    loading.load(model, pretrained)
     assert model.has_plain_head == (kind == 'llama')
     x = torch.randint(VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(3))
     y = x.roll(-1, 1)
@@ -252,7 +253,7 @@ def test_z_loss_is_of_the_square_of_logsumexp(models, kind):
 
 @pytest.mark.parametrize('lora_rank', [0, 4])
 def test_muon_trains_whole_matrices_and_leaves_those_of_lora_to_adamw(models, lora_rank):
-    pretrained = finetune.Pretrained(models / 'llama', lora_rank=lora_rank)
+    pretrained = Pretrained(models / 'llama', lora_rank=lora_rank)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     by_muon, *others = optim.make_optimizer(model, 'muon', 1e-3, 0.9, 0.95, 0.1).param_groups
@@ -264,13 +265,13 @@ def test_muon_trains_whole_matrices_and_leaves_those_of_lora_to_adamw(models, lo
 
 
 def test_lora_begins_with_other_numbers_in_every_module_and_for_every_seed(models):
-    pretrained = finetune.Pretrained(models / 'llama', lora_rank=4)
+    pretrained = Pretrained(models / 'llama', lora_rank=4)
     initial = []
     for seed in (1, 1, 2):
         with torch.device('meta'):
             model = finetune.for_training(pretrained)
         model.to_empty(device='cpu')
-        finetune.load(model, pretrained, seed)
+        loading.load(model, pretrained, seed)
         initial.append({name: p for name, p in model.named_parameters() if '.lora_' in name})
     first, same, other = initial
     assert all(torch.equal(first[name], same[name]) for name in first)

@@ -30,7 +30,8 @@ from short import slow_but
 import data
 from dataset import shards
 from dataset.shuffle import permuted
-from huggingface import finetune
+from huggingface import finetune, loading, self_test
+from huggingface.pretrained import Pretrained
 from keys import Keys
 from runtime import checkpoint
 
@@ -68,7 +69,7 @@ class Growth:
 
 def build(folder, implementation):
     """(Pretrained, raw model, model to call), sharded over all ranks and on the device 'meta'."""
-    pretrained = finetune.Pretrained(folder)
+    pretrained = Pretrained(folder)
     with torch.device('meta'):
         raw = finetune.for_training(pretrained)
     return pretrained, raw, sharded(raw, implementation)
@@ -87,8 +88,8 @@ def measure_load(folder, implementation):
         with Growth() as tested:
             with Growth() as loaded:
                 raw.to_empty(device='cpu')
-                finetune.load(raw, pretrained)
-            finetune.self_test(model, raw, pretrained, True, False, torch.device('cpu'))
+                loading.load(raw, pretrained)
+            self_test.run(model, raw, pretrained, True, False, torch.device('cpu'))
         growths = [None] * dist.get_world_size()
         dist.all_gather_object(growths, (loaded.bytes, tested.bytes))
     return {'copy': copy, 'load': [growth[0] for growth in growths], 'test': [growth[1] for growth in growths]}
@@ -349,11 +350,11 @@ def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(models, prep
     nproc = 1 if case == 'llama q_proj,v_proj' else 2
     out_dirs = run_strategies(prepared, tmp_path, model, nproc, *options)
 
-    pretrained = finetune.Pretrained(model, lora_rank=4, lora_alpha=8, lora_targets=targets)
+    pretrained = Pretrained(model, lora_rank=4, lora_alpha=8, lora_targets=targets)
     with torch.device('meta'):
         ours = finetune.for_training(pretrained)
     ours.to_empty(device='cpu')
-    finetune.load(ours, pretrained, seed=Keys.seed)
+    loading.load(ours, pretrained, seed=Keys.seed)
     initial = {name: tensor for name, tensor in ours.state_dict().items() if 'lora_' in name}
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA[case]), fan_in_fan_out=kind == 'gpt2')
@@ -618,14 +619,14 @@ def with_tokens(models, tmp_path_factory):
 
 def load_with_tokens(folder, implementation):
     """(embedding, head) with new rows, gathered from all ranks, and the line of the self-test."""
-    pretrained = finetune.Pretrained(folder)
+    pretrained = Pretrained(folder)
     pretrained.add_tokens(VOCABULARY + len(NEW))
     with torch.device('meta'):
         raw = finetune.for_training(pretrained)
     model = sharded(raw, implementation)
     raw.to_empty(device='cpu')
-    finetune.load(raw, pretrained)
-    line = finetune.self_test(model, raw, pretrained, True, False, torch.device('cpu'))
+    loading.load(raw, pretrained)
+    line = self_test.run(model, raw, pretrained, True, False, torch.device('cpu'))
     weights = (raw.get_input_embeddings().weight, raw.get_output_embeddings().weight)
     return [getattr(weight, 'full_tensor', lambda weight=weight: weight)().detach() for weight in weights], line
 

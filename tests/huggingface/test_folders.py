@@ -13,7 +13,9 @@ from torch import nn
 os.environ['HF_HUB_OFFLINE'] = '1'
 
 import fsdp
-from huggingface import convert, finetune
+from huggingface import convert, finetune, loading, self_test
+from huggingface.pretrained import Pretrained, copy_files
+from text.tokenizer import KEPT
 
 POINTER = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n'
 
@@ -42,11 +44,11 @@ def folder_of(originals, tmp_path):
 
 def loaded(folder):
     """(Pretrained, the model for training with the folder's weights)."""
-    pretrained = finetune.Pretrained(str(folder), block_size=POSITIONS)
+    pretrained = Pretrained(str(folder), block_size=POSITIONS)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    loading.load(model, pretrained)
     return pretrained, model.eval()
 
 
@@ -59,7 +61,7 @@ def assert_loaded_as_by_transformers(folder):
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(x).logits
     pretrained, model = loaded(folder)
     assert torch.equal(model(x), expected)
-    assert torch.equal(finetune.reference_logits(pretrained, x), expected)
+    assert torch.equal(self_test.reference_logits(pretrained, x), expected)
     return pretrained
 
 
@@ -78,7 +80,7 @@ def test_a_head_of_its_own_is_kept_whatever_config_json_says_of_ties(kind, embed
     pretrained = assert_loaded_as_by_transformers(folder)
     assert not pretrained.facts['tie_embeddings']
     pretrained.keep_files(str(tmp_path / 'out'))  # the run goes on from there, without the weights
-    kept = finetune.Pretrained(str(tmp_path / 'out' / finetune.KEPT), block_size=POSITIONS)
+    kept = Pretrained(str(tmp_path / 'out' / KEPT), block_size=POSITIONS)
     assert not kept.facts['tie_embeddings']
 
 
@@ -200,7 +202,7 @@ def test_links_out_of_a_folder_are_not_kept_nor_exported(folder_of, tmp_path):
     folder = folder_of('llama')
     (tmp_path / 'secret').write_text('PRIVATE')
     (tmp_path / 'more').mkdir()
-    pretrained = finetune.Pretrained(str(folder), block_size=POSITIONS)
+    pretrained = Pretrained(str(folder), block_size=POSITIONS)
     (folder / 'loop').symlink_to('.')
     for target in ('../secret', str(tmp_path / 'secret'), 'loop/../secret'):
         (folder / 'NOTICE').unlink(missing_ok=True)
@@ -208,7 +210,7 @@ def test_links_out_of_a_folder_are_not_kept_nor_exported(folder_of, tmp_path):
         with pytest.raises(ValueError, match='NOTICE: found a link to .*secret'):
             pretrained.keep_files(str(tmp_path / 'run'))
         with pytest.raises(ValueError, match='NOTICE: found a link to .*secret'):  # as export_model.py does
-            finetune.copy_files(str(folder), str(tmp_path / 'export'))
+            copy_files(str(folder), str(tmp_path / 'export'))
         assert not [path for path in tmp_path.rglob('NOTICE') if path.parent != folder]
     (folder / 'NOTICE').unlink()
     (folder / 'additional_chat_templates').symlink_to('../more')
@@ -226,7 +228,7 @@ def test_links_within_a_folder_and_into_the_blobs_of_the_hubs_cache_are_followed
         (snapshot / name).symlink_to(f'../../blobs/{name}')
     (snapshot / 'LICENSE').write_text('text')
     (snapshot / 'NOTICE').symlink_to('LICENSE')
-    finetune.Pretrained(str(snapshot), block_size=POSITIONS).keep_files(str(tmp_path / 'run'))
-    kept = tmp_path / 'run' / finetune.KEPT
+    Pretrained(str(snapshot), block_size=POSITIONS).keep_files(str(tmp_path / 'run'))
+    kept = tmp_path / 'run' / KEPT
     assert (kept / 'NOTICE').read_text() == 'text' and not (kept / 'NOTICE').is_symlink()
     assert (kept / 'config.json').read_bytes() == (blobs / 'config.json').read_bytes()

@@ -12,7 +12,8 @@ from precision import assert_same_run
 from pretrained import refusal, save_model, start
 from short import slow_but
 
-from huggingface import finetune, lora, nf4
+from huggingface import finetune, loading, lora, nf4
+from huggingface.pretrained import Pretrained
 from planning import memory, sizes
 from runtime import checkpoint
 from system import devices
@@ -138,8 +139,8 @@ def test_nf4_takes_half_a_byte_and_two_bytes_for_each_64_weights(run_of):
 def test_what_is_packed_is_what_the_folder_has(models, run_of):
     """Whichever rank has read it. Checkpoints of LoRA do not have it, so a run on three ranks is compared by its loss,
     and here the rows of a Linear are compared as they are read."""
-    pretrained = finetune.Pretrained(str(models / 'llama_64'), lora_rank=4, frozen_dtype='nf4')
-    seen = finetune.seen_in_training(pretrained)
+    pretrained = Pretrained(str(models / 'llama_64'), lora_rank=4, frozen_dtype='nf4')
+    seen = loading.seen_in_training(pretrained)
     matrix = torch.randn(64, 128)
     name = 'model.layers.0.mlp.down_proj.weight'
     assert torch.equal(seen(name, matrix), nf4.dequantise(nf4.quantise(matrix)))
@@ -233,19 +234,19 @@ def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models,
     tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(2))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     weights, state = checkpoint.load_weights(checkpoint_of(out_dir, STEPS))
-    pretrained = finetune.Pretrained.from_run(str(out_dir), state)
+    pretrained = Pretrained.from_run(str(out_dir), state)
     assert pretrained.frozen_dtype == 'nf4'
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
         lora.compute_from_stored(model)
     model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    loading.load(model, pretrained)
     model.load_state_dict(weights, strict=False)
     trained = model.eval()(tokens)
     found = theirs(tokens).logits
     assert (found - trained).norm() <= 1e-5 * trained.norm()
     pretrained.frozen_dtype = 'float32'
-    original = finetune.for_inference(pretrained, weights)(tokens).logits
+    original = loading.for_inference(pretrained, weights)(tokens).logits
     assert (original - trained).norm() > 1e-2 * trained.norm(), 'another model'
 
     (rank,) = start('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "adapter"}', '--adapter')

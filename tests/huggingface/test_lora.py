@@ -15,7 +15,8 @@ from pretrained import STRATEGIES, refusal, save_model, start
 from short import slow_but
 
 import optim
-from huggingface import finetune, lora
+from huggingface import finetune, loading, lora
+from huggingface.pretrained import Pretrained
 from layout import Share
 from runtime import checkpoint, checkpoint_saver
 
@@ -67,7 +68,7 @@ def test_a_run_goes_on_under_every_strategy_and_number_of_ranks(models, whole, t
 
 
 def test_a_checkpoint_has_the_size_of_what_is_trained(models, whole):
-    pretrained = finetune.Pretrained(str(models / 'llama'), lora_rank=4)
+    pretrained = Pretrained(str(models / 'llama'), lora_rank=4)
     with torch.device('meta'):
         trained = finetune.for_training(pretrained).parameter_counts()['trainable']
     tensors = tensors_of(checkpoint_of(whole, STEPS))
@@ -119,11 +120,11 @@ def change_a_layer(folder):
 
 def save_as_earlier_versions_did(model, source, out_dir):
     """Save a checkpoint of a run with LoRA once more, with the base in it and without a fingerprint."""
-    pretrained = finetune.Pretrained(model, block_size=32, lora_rank=4)
+    pretrained = Pretrained(model, block_size=32, lora_rank=4)
     with torch.device('meta'):
         raw = finetune.for_training(pretrained)
     raw.to_empty(device='cpu')
-    finetune.load(raw, pretrained)
+    loading.load(raw, pretrained)
     state = checkpoint.read_state(source)
     opt = optim.from_config(raw, SimpleNamespace(**state['config']), torch.device('cpu'))
     checkpoint.load(source, raw, opt, share=Share(of_base=lora.names_of_base(raw)))

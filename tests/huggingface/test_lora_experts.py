@@ -15,8 +15,9 @@ from router_weights import let_tokens_choose
 from safetensors.torch import load_file, save_file
 from short import slow_but
 
-from huggingface import finetune, lora
+from huggingface import finetune, loading, lora
 from huggingface.files import local_rows
+from huggingface.pretrained import Pretrained
 
 KINDS = {'qwen3_moe': {'norm_topk_prob': True}, 'gpt_oss': {}}  # (E, out, in); (E, in, out) with biases
 RANK, EXPERTS, STEPS = 4, 4, 6
@@ -44,7 +45,7 @@ def models(tmp_path_factory):
 
 
 def pretrained_of(folder, **options):
-    return finetune.Pretrained(str(folder), block_size=32, lora_rank=RANK, **{'lora_targets': TARGETS} | options)
+    return Pretrained(str(folder), block_size=32, lora_rank=RANK, **{'lora_targets': TARGETS} | options)
 
 
 # --- beside a loop over experts ---------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def loss_and_gradients(folder, implementation='whole', recompute='none', **optio
         lora.compute_from_stored(raw)
     model = sharded(raw, implementation)
     raw.to_empty(device='cpu')
-    finetune.load(raw, pretrained)
+    loading.load(raw, pretrained)
     tensors = dict(raw.named_parameters())
     for name in filter(lora.is_lora, tensors):
         local, rows = local_rows(tensors[name])
@@ -191,7 +192,7 @@ def logits_of_base(folder):
         pretrained = pretrained_of(folder, frozen_dtype=dtype)
         model = finetune.for_training(pretrained)
         lora.compute_from_stored(model)
-        finetune.load(model, pretrained)
+        loading.load(model, pretrained)
         with torch.no_grad():
             at_first = model(x)
             for name, parameter in model.named_parameters():

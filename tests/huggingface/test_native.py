@@ -12,7 +12,8 @@ from precision import apart, assert_as_close_to_float64, assert_same_run, in_flo
 from pretrained import save_model, write_chats
 from short import slow_but
 
-from huggingface import finetune, native
+from huggingface import native
+from huggingface.pretrained import Pretrained
 from model import GPT
 
 LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 5e4, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
@@ -74,7 +75,7 @@ def folder_of(tmp_path, monkeypatch):
 
 
 def native_model(folder, block_size=None):
-    pretrained = finetune.Pretrained(folder, block_size=block_size)
+    pretrained = Pretrained(folder, block_size=block_size)
     model_config = native.model_config_of(pretrained)
     weights = native.Weights(pretrained, model_config)
     model = GPT(model_config)
@@ -118,7 +119,7 @@ def test_fewer_tokens_at_once_change_nothing_of_the_model(folder_of, name):
 
 
 def test_the_self_test_notices_a_wrong_rotation_and_a_wrong_layout(folder_of, monkeypatch):
-    pretrained = finetune.Pretrained(folder_of('llama 3.1'))
+    pretrained = Pretrained(folder_of('llama 3.1'))
     model_config = native.model_config_of(pretrained)
     native.self_test(pretrained, model_config)
     model_config.llama3_rope = []
@@ -152,7 +153,7 @@ def test_what_model_py_cannot_compute_is_refused_with_the_property(tmp_path, nam
     kind, changes, says = CANNOT[name]
     folder = save_model(tmp_path, kind, **changes)
     with pytest.raises(ValueError, match='native=True') as error:
-        native.model_config_of(finetune.Pretrained(folder))
+        native.model_config_of(Pretrained(folder))
     assert says in str(error.value) and 'leave native out' in str(error.value)
     assert '\n' not in str(error.value)
 
@@ -162,10 +163,10 @@ def test_a_run_reads_its_folder_again_as_it_did_at_first(tmp_path, asked):
     """The folder's own extension reaches further than its positions, as in folders of Qwen."""
     rotation = {**YARN, 'original_max_position_embeddings': 32}
     folder = save_model(tmp_path / 'run' / 'model', 'llama', rope_parameters=rotation)
-    first = finetune.Pretrained(folder, block_size=24, **asked)
+    first = Pretrained(folder, block_size=24, **asked)
     model_config = native.model_config_of(first)
     state = {'identity': {'model': model_config.to_dict()}, 'config': {'native': True, **asked}}
-    again = finetune.Pretrained.from_run(str(tmp_path / 'run'), state)
+    again = Pretrained.from_run(str(tmp_path / 'run'), state)
     assert again.positions == first.positions and again.config.to_dict() == first.config.to_dict()
     assert native.model_config_of(again) == model_config
 
@@ -178,7 +179,7 @@ def test_weights_that_lack_or_have_another_shape_are_named(tmp_path):
     tensors = load_file(path)
     missing = {name: tensor for name, tensor in tensors.items() if 'layers.1.mlp.up_proj' not in name}
     save_file(missing, path)
-    pretrained = finetune.Pretrained(folder)
+    pretrained = Pretrained(folder)
     with pytest.raises(ValueError, match=r'layers\.1\.mlp\.up_proj.*download_model\.py'):
         native.Weights(pretrained, native.model_config_of(pretrained))
     save_file({**tensors, 'model.norm.weight': torch.ones(41)}, path)

@@ -10,7 +10,8 @@ from short import slow_but
 from torch import nn
 from torch._inductor import metrics
 
-from huggingface import finetune, lora, nf4
+from huggingface import finetune, loading, lora, nf4, self_test
+from huggingface.pretrained import Pretrained
 
 LEVELS = torch.tensor(nf4.LEVELS, dtype=torch.float64)
 
@@ -202,12 +203,12 @@ def test_compiled_a_weight_moves_as_few_bytes_in_backward_as_in_forward():
 
 
 def training_model(folder, **keys):
-    pretrained = finetune.Pretrained(str(folder), lora_rank=2, **keys)
+    pretrained = Pretrained(str(folder), lora_rank=2, **keys)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
         lora.compute_from_stored(model)
     model.to_empty(device='cpu')
-    finetune.load(model, pretrained)
+    loading.load(model, pretrained)
     return pretrained, model
 
 
@@ -223,18 +224,18 @@ def test_a_model_computes_what_its_class_does_with_the_weights_that_it_stands_fo
     held = {parameter.dtype for parameter in model.parameters()}
     assert (torch.uint8 in held) == (frozen_dtype == 'nf4') and pretrained.frozen_rounding == frozen_dtype
     weights = {name: p for name, p in model.state_dict().items() if lora.is_lora(name)}
-    plain = finetune.for_inference(pretrained, weights)  # B = 0, so this is the rounded base
+    plain = loading.for_inference(pretrained, weights)  # B = 0, so this is the rounded base
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
     expected = plain(tokens).logits
     with torch.no_grad():
         found = model.eval()(tokens)
     assert (found - expected).norm() <= 1e-6 * expected.norm()
-    original = finetune.whole_model(pretrained)(tokens).logits
+    original = loading.whole_model(pretrained)(tokens).logits
     assert (found - original).norm() > 1e-4 * original.norm(), 'it was rounded'
     if frozen_dtype == 'bfloat16':
         stored = [p for p in model.parameters() if p.dim() > 1 and not p.requires_grad]
         assert {p.dtype for p in stored} == {torch.bfloat16}
-    line = finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+    line = self_test.run(model, model, pretrained, True, False, torch.device('cpu'))
     assert f'logits are those of {tmp_path} rounded to {frozen_dtype} (difference ' in line
 
 
@@ -244,7 +245,7 @@ def test_the_self_test_finds_a_layer_that_is_packed_wrongly(one_rank, tmp_path):
     packed = model.blocks[1].mlp.down_proj.weight
     packed.data[:, :64] = packed[:, :64].clone() // 16 + packed[:, :64] % 16 * 16  # the two codes of a byte exchanged
     with pytest.raises(ValueError, match=r'logits differ from those of the folder by \S+ of their norm'):
-        finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+        self_test.run(model, model, pretrained, True, False, torch.device('cpu'))
 
 
 def test_the_self_test_computes_with_all_digits_of_float32(one_rank, tmp_path):
@@ -252,23 +253,23 @@ def test_the_self_test_computes_with_all_digits_of_float32(one_rank, tmp_path):
     pretrained, model = training_model(tmp_path)
     seen, backends = set(), (torch.backends.cuda.matmul, torch.backends.cudnn)
     model.register_forward_pre_hook(lambda *_: seen.update(backend.allow_tf32 for backend in backends))
-    with finetune.without_tf32():  # which puts back what was there before the test
+    with self_test.without_tf32():  # which puts back what was there before the test
         for backend in backends:
             backend.allow_tf32 = True
-        finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+        self_test.run(model, model, pretrained, True, False, torch.device('cpu'))
         assert seen == {False} and all(backend.allow_tf32 for backend in backends)
 
 
 def test_bfloat16_is_the_default_where_it_loses_nothing(tmp_path):
     for dtype, expected in ((torch.bfloat16, 'bfloat16'), (torch.float16, 'float32'), (torch.float32, 'float32')):
         folder = save_model(tmp_path / str(dtype), 'llama_64', dtype)
-        assert finetune.Pretrained(folder, lora_rank=2).frozen_dtype == expected
-        assert finetune.Pretrained(folder, freeze='embed').frozen_dtype == expected
-        assert finetune.Pretrained(folder).frozen_dtype is None
-        assert finetune.Pretrained(folder, lora_rank=2).frozen_rounding == 'float32'
-        rounding = finetune.Pretrained(folder, lora_rank=2, frozen_dtype='bfloat16').frozen_rounding
+        assert Pretrained(folder, lora_rank=2).frozen_dtype == expected
+        assert Pretrained(folder, freeze='embed').frozen_dtype == expected
+        assert Pretrained(folder).frozen_dtype is None
+        assert Pretrained(folder, lora_rank=2).frozen_rounding == 'float32'
+        rounding = Pretrained(folder, lora_rank=2, frozen_dtype='bfloat16').frozen_rounding
         assert rounding == ('float32' if dtype == torch.bfloat16 else 'bfloat16')
-        assert finetune.Pretrained(folder, lora_rank=2, frozen_dtype='nf4').frozen_rounding == 'nf4'
+        assert Pretrained(folder, lora_rank=2, frozen_dtype='nf4').frozen_rounding == 'nf4'
 
 
 def test_what_nf4_does_not_pack_is_as_by_default(tmp_path):
@@ -285,8 +286,7 @@ def test_what_nf4_does_not_pack_is_as_by_default(tmp_path):
 def test_parameters_and_flops_are_counted_as_weights_and_not_as_bytes(tmp_path):
     folder = save_model(tmp_path, 'llama_64')
     plain, packed = (
-        finetune.for_training(finetune.Pretrained(folder, lora_rank=2, frozen_dtype=dtype))
-        for dtype in ('float32', 'nf4')
+        finetune.for_training(Pretrained(folder, lora_rank=2, frozen_dtype=dtype)) for dtype in ('float32', 'nf4')
     )
     assert packed.parameter_counts() == plain.parameter_counts()
     assert packed.flops_per_token() == plain.flops_per_token()

@@ -10,8 +10,9 @@ import torch
 from pretrained import EXPERTS, SIZES, save_model
 from safetensors.torch import load_file, save_file
 
-from huggingface import finetune
+from huggingface import finetune, loading, self_test
 from huggingface.files import INDEX, SINGLE, Weights
+from huggingface.pretrained import Pretrained
 from system.errors import is_users_mistake
 
 
@@ -31,7 +32,7 @@ def copy_of(folder, tmp_path, **changes):
 
 
 def model_of(folder):
-    pretrained = finetune.Pretrained(str(folder))
+    pretrained = Pretrained(str(folder))
     with torch.device('meta'):
         return finetune.for_training(pretrained)
 
@@ -63,10 +64,10 @@ def test_a_value_that_transformers_cannot_use_is_one_line(changes, folders, tmp_
 
 def test_values_that_do_not_fit_together_are_found_by_running_the_class(folders, tmp_path):
     folder = copy_of(folders['qwen3'], tmp_path, layer_types=['sliding_attention'] * 3)
-    pretrained = finetune.Pretrained(str(folder))
+    pretrained = Pretrained(str(folder))
     with pytest.raises(ValueError, match='as config.json says.*sliding_window'):
-        finetune.check_class_runs(pretrained, torch.zeros(1, 4, dtype=torch.long))
-    finetune.check_class_runs(finetune.Pretrained(folders['qwen3']), torch.zeros(1, 4, dtype=torch.long))
+        self_test.check_class_runs(pretrained, torch.zeros(1, 4, dtype=torch.long))
+    self_test.check_class_runs(Pretrained(folders['qwen3']), torch.zeros(1, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize('content', ['{', '[]', '{}', '{"weight_map": []}', '{"weight_map": {"a": null}}'])
@@ -84,15 +85,15 @@ def test_weights_that_transformers_cannot_load_are_one_line(folders, tmp_path):
     tensors['lm_head.weight'] = tensors['lm_head.weight'][:-1].contiguous()
     save_file(tensors, folder / SINGLE)
     with pytest.raises(ValueError, match='cannot load its weights') as refused:
-        finetune.whole_model(finetune.Pretrained(str(folder)))
+        loading.whole_model(Pretrained(str(folder)))
     assert '\n' not in str(refused.value)
 
 
-@pytest.mark.parametrize('make', [finetune.for_inference, finetune.for_generation])
+@pytest.mark.parametrize('make', [loading.for_inference, loading.for_generation])
 def test_weights_that_do_not_fit_the_model_are_refused_and_named(tmp_path, make):
-    pretrained = finetune.Pretrained(save_model(tmp_path, 'llama'))
-    weights, name = finetune.whole_model(pretrained).state_dict(), 'model.layers.1.mlp.up_proj.weight'
-    more = () if make is finetune.for_inference else (torch.float32, 'cpu')
+    pretrained = Pretrained(save_model(tmp_path, 'llama'))
+    weights, name = loading.whole_model(pretrained).state_dict(), 'model.layers.1.mlp.up_proj.weight'
+    more = () if make is loading.for_inference else (torch.float32, 'cpu')
     with pytest.raises(ValueError, match=f'LlamaForCausalLM lack {name}: '):
         make(pretrained, {key: value for key, value in weights.items() if key != name}, *more)
     with pytest.raises(ValueError, match='LlamaForCausalLM have other.weight, which it has not: '):
@@ -103,12 +104,12 @@ def test_weights_that_do_not_fit_the_model_are_refused_and_named(tmp_path, make)
 def test_experts_of_any_size_are_computed_in_half_precision_too(size, tmp_path, monkeypatch):
     sizes = SIZES | EXPERTS | {'head_dim': 16, 'moe_intermediate_size': size}
     monkeypatch.setitem(models.MORE_MODELS, 'uneven', ('Qwen3MoeConfig', sizes))
-    pretrained = finetune.Pretrained(save_model(tmp_path, 'uneven'))
-    model = finetune.for_generation(pretrained, None, torch.bfloat16, 'cpu')
-    finetune.cast_weights(model, torch.bfloat16, 'cpu')
+    pretrained = Pretrained(save_model(tmp_path, 'uneven'))
+    model = loading.for_generation(pretrained, None, torch.bfloat16, 'cpu')
+    loading.cast_weights(model, torch.bfloat16, 'cpu')
     x = torch.arange(24)[None]
     with torch.no_grad():
-        expected = finetune.reference_logits(pretrained, x)
+        expected = self_test.reference_logits(pretrained, x)
         assert (model(x).float() - expected).norm() < 0.1 * expected.norm()
     model(x, x.roll(-1, 1))[0].backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -122,7 +123,7 @@ def test_of_a_mixture_the_experts_that_compute_a_token_count(kind, tmp_path):
     from torch.utils.flop_counter import FlopCounterMode
 
     folder = save_model(tmp_path / 'model', kind, sliding_window=None)
-    pretrained = finetune.Pretrained(folder, block_size=models.POSITIONS)
+    pretrained = Pretrained(folder, block_size=models.POSITIONS)
     torch.manual_seed(1)
     model = finetune.for_training(pretrained)
     for parameter in model.parameters():
@@ -144,6 +145,6 @@ def test_of_a_mixture_the_experts_that_compute_a_token_count(kind, tmp_path):
 
 
 def model_of_lora(folder):
-    pretrained = finetune.Pretrained(folder, block_size=models.POSITIONS, lora_rank=2, frozen_dtype='bfloat16')
+    pretrained = Pretrained(folder, block_size=models.POSITIONS, lora_rank=2, frozen_dtype='bfloat16')
     with torch.device('meta'):
         return finetune.for_training(pretrained)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from precision import assert_as_close_to_float64
 from pretrained import HYBRID, MODELS, MORE_MODELS, OF_LENGTH, POSITIONS, TURN, VOCABULARY, save_model
 
-from huggingface import finetune
+from huggingface import finetune, loading, self_test
+from huggingface.pretrained import Pretrained
 from runtime import fill
 
 KINDS = [*HYBRID, *MODELS, *MORE_MODELS]
@@ -28,8 +29,8 @@ def models(tmp_path_factory):
 
 
 def loaded(folder, dtype=torch.float32):
-    pretrained = finetune.Pretrained(folder, block_size=POSITIONS)
-    return pretrained, finetune.for_generation(pretrained, None, dtype, 'cpu')
+    pretrained = Pretrained(folder, block_size=POSITIONS)
+    return pretrained, loading.for_generation(pretrained, None, dtype, 'cpu')
 
 
 @pytest.mark.parametrize('size', [0.2, 1])
@@ -46,9 +47,9 @@ def test_documents_that_see_each_other_are_found_in_every_dtype_however_little_i
         if kind in HYBRID:
             problem = f'self-test: {pretrained.arch} lets packed documents see each other: --packing=False'
             with pytest.raises(ValueError, match=problem):
-                finetune.self_test(model, model, pretrained, False, True, torch.device('cpu'))
+                self_test.run(model, model, pretrained, False, True, torch.device('cpu'))
         else:
-            line = finetune.self_test(model, model, pretrained, False, True, torch.device('cpu'))
+            line = self_test.run(model, model, pretrained, False, True, torch.device('cpu'))
             assert line.endswith('packed documents do not see each other')
 
 
@@ -128,11 +129,11 @@ def alone():
 def of_self_test(folder, dtype, packed, change=lambda model: None):
     """What the self-test says of a model that has been changed."""
     pretrained, model = loaded(folder, dtype)
-    finetune.cast_weights(model, dtype, 'cpu')
+    loading.cast_weights(model, dtype, 'cpu')
     model.compute_dtype = dtype
     change(model)
     try:
-        return finetune.self_test(model, model, pretrained, not packed, packed, torch.device('cpu'))
+        return self_test.run(model, model, pretrained, not packed, packed, torch.device('cpu'))
     except ValueError as error:
         return str(error)
 
@@ -199,5 +200,5 @@ def test_a_self_test_that_fails_leaves_the_compiler_as_it_was():
     importlib.import_module('torch._dynamo')  # without which there is nothing to leave
     with pytest.raises(torch.OutOfMemoryError):
         pretrained = SimpleNamespace(block_size=8, vocab_size=9, config=LlamaConfig())
-        finetune.self_test(TooLarge(), TooLarge(), pretrained, True, False, torch.device('cpu'))
+        self_test.run(TooLarge(), TooLarge(), pretrained, True, False, torch.device('cpu'))
     assert torch._dynamo.eval_frame._stance.stance == 'default'

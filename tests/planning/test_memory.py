@@ -407,7 +407,7 @@ def pretrained_of(tmp_path_factory):
     weights."""
     import transformers
 
-    from huggingface import finetune
+    from huggingface.pretrained import Pretrained
 
     def make(name, vocab_size=1000, **options):
         kind, changes = (HF_MODELS | OF_OTHER_KINDS)[name]
@@ -415,7 +415,7 @@ def pretrained_of(tmp_path_factory):
         transformers.AutoConfig.for_model(kind, **{**TINY_HF, **changes, 'vocab_size': vocab_size}).save_pretrained(
             folder
         )
-        return finetune.Pretrained(folder, block_size=128, **options)
+        return Pretrained(folder, block_size=128, **options)
 
     return make
 

@@ -334,7 +334,7 @@ def test_a_checkpoint_from_before_a_key_goes_on_with_the_default_of_that_key_alo
     """A key that only one of the two has is not compared: without a value for the checkpoint, any would pass."""
     import transformers
 
-    from huggingface.finetune import Pretrained
+    from huggingface.pretrained import Pretrained
 
     transformers.LlamaConfig(vocab_size=9, **SIZES_OF_64).save_pretrained(tmp_path)
     keys = {'max_iters': 100, 'global_batch_size': 8, 'optimizer': 'adamw', 'seed': 1}
