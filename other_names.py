@@ -11,18 +11,15 @@ model model_name_or_path base_model init_from checkpoint_dir initial_load_path h
     a folder from download_model.py, which defines its own architecture; for evaluate.py and sample.py it is --out_dir
 config cfg: a config file is Python and has no flag: config/sft_chat.py
 output_dir log_dir model_tag: `out_dir`: one folder per run; the same command resumes the run in it
-datasets data_path train_file train_data dataset_name train_dataset dataset_path: `dataset`, the name of a folder in
-    data/, made by prepare_data.py
+datasets data_path train_file train_data dataset_name train_dataset dataset_path: `dataset`, made by prepare_data.py
 data_files dataset.source: `dataset` of prepare_data.py: a file, a folder, or OWNER/NAME on the hub
-eval_dataset test_datasets validation_file dataset_val: `val_dataset`; without one a hundredth is held out
-    (`val_fraction` of prepare_data.py)
+eval_dataset test_datasets validation_file dataset_val: `val_dataset`, or `val_fraction` of prepare_data.py
 val_size test_size val_set_size: `val_fraction` of prepare_data.py, a share
 subset dataset_config: `source_config` of prepare_data.py
 split dataset_train_split dataset_test_split: `source_split` of prepare_data.py, a whole split
 dataset_text_field column text_column: `text_field` of prepare_data.py, a field or a template of several
 train_on_inputs train_on_prompt: `train_on_input` of prepare_data.py, False by default
-assistant_only_loss completion_only_loss: always on for conversations, unless `train_on_input` of prepare_data.py is
-    given
+assistant_only_loss completion_only_loss: always on for chats, unless `train_on_input` of prepare_data.py is given
 dataset_num_proc: `num_proc` of prepare_data.py, one per core by default
 tokenizer: `tokenizer` of prepare_data.py, the model's folder; a train script gets it from the dataset
 chat_template chat_template_path prompt_template: `chat_template` of prepare_data.py, which keeps it with the dataset
@@ -48,18 +45,15 @@ num_iterations: `max_iters` for nanochat's, optimizer steps; for GRPOConfig's `n
 lr max_lr: `learning_rate`, the peak: 6e-4 by default, for training from scratch (1e-6 for DPO and GRPO), so always give
     one
 matrix_lr embedding_lr unembedding_lr scalar_lr: `learning_rate`, one for all
-min_learning_rate min_lr_factor final_lr_frac min_lr_ratio: `min_lr`, a rate, not a factor; a tenth of the peak by
-    default
+min_learning_rate min_lr_factor final_lr_frac min_lr_ratio: `min_lr`, a rate, not a factor
 lr_scheduler_type lr_scheduler scheduler: `lr_schedule`, cosine by default; min_lr=0 ends at 0, as theirs do
 decay_lr: `lr_schedule`: decay_lr=False is constant
 decay_ratio warmdown_ratio: `lr_schedule=wsd`, whose decay is the last 20% of the steps
-warmup_steps warmup num_warmup_steps warmup_ratio lr_warmup_iters: `warmup_iters`, in steps; 100 by default, most of a
-    short run
+warmup_steps warmup num_warmup_steps warmup_ratio lr_warmup_iters: `warmup_iters`, in steps; 100 by default
 optim optimizer._component_ optimizer.type: `optimizer`, adamw by default; for 8-bit ones `optimizer_dtype=int8`
 adam_beta1 adam_beta2 betas: `beta1`, `beta2`; 0.9 and 0.95 by default
 adam_epsilon eps: not here: 1e-8
-label_smoothing_factor neftune_noise_alpha: not here: the loss of a text is plain cross-entropy, and embeddings get no
-    noise
+label_smoothing_factor neftune_noise_alpha: not here: the loss of a text is plain cross-entropy, without noise
 router_aux_loss_coef: `router_aux`; not in train_dpo.py and train_grpo.py
 max_grad_norm clip_grad_norm gradient_clipping max_norm clip: `grad_clip`, 1.0 by default; 0 = off
 bf16 fp16 precision torch_dtype mixed_precision mixed_precision_param amp mixed_precision_reduce: `dtype` of what is
@@ -68,8 +62,7 @@ fp8 float8: `matmul_dtype=float8`
 gradient_checkpointing enable_activation_checkpointing activation_checkpoint gradient_checkpointing_kwargs recompute
     ac_mode: `activation_checkpointing=full`; selective and offload are in between
 torch_compile compile.enable no_compile: `compile`, on by default on a GPU
-attn_implementation flash_attention flash_attn sdp_attention: always on: flash attention where device and dtype support
-    it
+attn_implementation flash_attention flash_attn sdp_attention: always on where device and dtype support it
 use_liger_kernel: always on: the loss is computed in chunks, as Liger's; the other kernels come from `compile`
 full_determinism: `deterministic`
 data_seed: `seed`, also for the data; 1337 by default
@@ -96,23 +89,20 @@ load_best_model_at_end metric_for_best_model greater_is_better: `keep_best`, the
 early_stopping_patience: `patience`, evaluations in a row without a lower val_loss
 do_eval: `eval_only`
 do_train do_predict: not here: train scripts train, sample.py --prompts predicts
-logging_steps log_every_n_steps log_freq logging_strategy steps_per_print: `log_interval`, 10 by default; metrics.jsonl
-    has all numbers
-report_to enable_wandb enable_tensorboard wandb tensorboard metric_logger: `wandb_log`, `tensorboard_log`; metrics.jsonl
-    is always written
+logging_steps log_every_n_steps log_freq logging_strategy steps_per_print: `log_interval`, 10 by default
+report_to enable_wandb enable_tensorboard wandb tensorboard metric_logger: `wandb_log`, `tensorboard_log`
 run_name run wandb_name: `wandb_run_name`
 project: `wandb_project`
 push_to_hub hub_model_id hub_token: not here: upload the folder that export_model.py writes
 profiler enable_profiling profile_freq profile profile_step: `trace_step`, one step
 enable_memory_snapshot memory_snapshot profile_memory: `trace_memory`
 r lora_r use_peft: `lora_rank`, 0 = off
-target_modules lora_target_modules lora_attn_modules apply_lora_to_mlp lora_target: `lora_targets`: all linear layers
-    of the blocks, or ends of names: q_proj,v_proj
+target_modules lora_target_modules lora_attn_modules apply_lora_to_mlp lora_target: `lora_targets`: all linear layers of
+    the blocks, or ends of names: q_proj,v_proj
 use_rslora: `lora_rslora`
 lora_modules_to_save: `modules_to_save`
 use_dora: not here: DoRA needs the whole matrix again in every forward pass; use a larger `lora_rank`
-load_in_4bit quantize_base quantization_bit bnb_4bit_quant_type: `frozen_dtype=nf4`, with a lora_rank: for a bfloat16
-    folder the same weights to the bit
+load_in_4bit quantize_base quantization_bit bnb_4bit_quant_type: `frozen_dtype=nf4`, with a lora_rank
 load_in_8bit: not here: the base is kept in fp32, bfloat16 or nf4 (`frozen_dtype`)
 depth aspect_ratio: `n_layer`, `n_embd`; or `heads`, which sets size and rates by published scaling laws
 rope_scaling: `yarn`, `rope_theta`
@@ -129,8 +119,8 @@ limit_all_gathers backward_prefetch: `prefetch` of train_fsdp.py, with fsdp_impl
 data_parallel_replicate_degree data_parallel_replicate_dim: `replicate_size` of train_fsdp.py
 data_parallel_shard_degree data_parallel_shard_dim: not here: it follows from the ranks and `replicate_size` of
     train_fsdp.py
-tensor_parallel_degree tensor_parallel_dim tp sequence_parallel: `tensor_parallel` of train_parallel.py;
-    train_pipeline.py has it, too
+tensor_parallel_degree tensor_parallel_dim tp sequence_parallel: `tensor_parallel` of train_parallel.py and
+    train_pipeline.py
 context_parallel_degree cp context_parallel_dim: `context_parallel` of train_parallel.py
 pipeline_parallel_degree pp: `pipeline_stages` of train_pipeline.py
 pipeline_parallel_schedule: `pipeline_chunks` of train_pipeline.py
@@ -141,8 +131,7 @@ beta dpo_beta: `beta` of train_dpo.py, 0.1 by default; in GRPO it is a KL term, 
 loss_type: `loss_type` of train_dpo.py and of train_grpo.py; fine-tuning has only cross-entropy
 ref_model reference_free precompute_ref_log_probs: not here: train_dpo.py computes the reference from `init_from` once
 rpo_alpha loss_weights: `sft_weight` of train_dpo.py
-reward_funcs reward_functions: `reward` of train_grpo.py: a function of yours (FILE.py:FUNCTION), or the rule in a row
-    of a task file
+reward_funcs reward_functions: `reward` of train_grpo.py: a function of yours (FILE.py:FUNCTION), or a rule in its rows
 max_completion_length max_new_tokens max_generated_tokens: `max_new_tokens` of train_grpo.py; sample.py has it, too
 mask_truncated_completions: `mask_truncated` of train_grpo.py
 steps_per_generation examples_per_step: `prompts_per_step` of train_grpo.py, whose answers all belong to one update
@@ -154,8 +143,7 @@ teacher_model: not here: no distillation; sample.py --prompts writes a teacher's
 start: `prompt` of sample.py
 temperature top_p top_k prompt: sample.py has it; `temperature` of train_grpo.py, which samples from all tokens
 do_sample: `temperature` of sample.py; 0 is greedy
-min_p repetition_penalty num_beams: not here: tokens are drawn from the learned probabilities; sample.py has --top_k and
-    --top_p
+min_p repetition_penalty num_beams: not here: sample.py has --top_k and --top_p
 system_prompt: `system` of sample.py
 source: `out_dir` of sample.py and evaluate.py, or `init_from`, for nanochat's base, sft and rl, which are runs here
 model_step: `step` of sample.py; evaluate.py and export_model.py have it, too
