@@ -15,30 +15,49 @@ from launch import REPO, prepare_tiny
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The files that take longest come first; otherwise one worker would still run them when the others have ended.
-LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco', 'test_frozen']
-LONGEST += ['test_lessons', 'test_prove']
-LONGEST += ['test_finetune_runs', 'test_finetune', 'test_expert_manual', 'test_on_cuda', 'test_layouts', 'test_native']
-LONGEST += ['test_fsdp_manual', 'test_signals', 'test_prepare_data', 'test_tensor_manual', 'test_lora', 'test_in_run']
-LONGEST += ['test_elastic', 'test_slow_link', 'test_memory', 'test_checkpoint', 'test_optim', 'test_train']
-LONGEST += ['test_replica', 'test_runs', 'test_diloco', 'test_resume', 'test_compare', 'test_pipeline']
+# What `bash tests/run.sh` runs: a line names a file, a test with all its cases, or one case, as pytest does. The files
+# that take longest stand first, and are run first in every suite; otherwise one worker would still run them when the
+# others have ended.
+FIVE_MINUTES = (REPO / 'tests/five_minutes.txt').read_text().splitlines()
+
+
+def file_of(name):
+    return name.partition('::')[0]
+
+
+def names_of(item):
+    """The lines that would choose a test."""
+    return {file_of(item.nodeid), item.nodeid.partition('[')[0], item.nodeid}
 
 
 def pytest_addoption(parser):
+    parser.addoption('--five-minutes', action='store_true', help='the tests in tests/five_minutes.txt alone')
     parser.addoption('--slow-part', help='K/N: of the slow tests those of every Nth file alone, from the Kth on')
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m and -k leave tests out
 def pytest_collection_modifyitems(config, items):
+    config.all_names = set().union(*map(names_of, items))
+    left_out = set()
+    if config.getoption('five_minutes'):
+        left_out |= {item for item in items if not names_of(item) & {*FIVE_MINUTES}}
     if part := config.getoption('--slow-part'):
         k, n = map(int, part.split('/'))
-        left_out = [
-            item
-            for item in items
-            if item.get_closest_marker('slow') and zlib.crc32(item.path.name.encode()) % n != k % n
-        ]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in {*left_out}]
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+        slow = {item for item in items if item.get_closest_marker('slow')}
+        left_out |= {item for item in slow if zlib.crc32(item.path.name.encode()) % n != k % n}
+    config.hook.pytest_deselected(items=[*left_out])
+    order = {file: number for number, file in enumerate(dict.fromkeys(map(file_of, FIVE_MINUTES)))}
+    items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: order.get(file_of(item.nodeid), len(order)))
+
+
+@pytest.fixture
+def without_a_test(request):
+    """The lines of five_minutes.txt that name no test. Of a file that pytest was not asked for whole, all exist."""
+    config = request.config
+    whole = {file_of(name) for name in config.all_names} - {file_of(name) for name in config.args if '::' in name}
+    lost = [line for line in FIVE_MINUTES if line not in config.all_names]
+    return [line for line in lost if file_of(line) in whole or not (REPO / file_of(line)).exists()]
 
 
 @pytest.fixture(scope='module')

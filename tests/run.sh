@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
 # Format, lint and tests.
 #
-#     bash tests/run.sh                       # 10 to 25 minutes on two cores: each mechanism once
+#     bash tests/run.sh                       # 5 minutes on two cores: each lesson, script and mechanism once
+#     bash tests/run.sh --more                # 15 to 30 minutes: all tests but those that are marked slow
 #     bash tests/run.sh --full                # all tests
-#     bash tests/run.sh --full=1/6            # of the slow ones those of a sixth of the files: what CI runs, in turns
-#     bash tests/run.sh tests/test_smoke.py   # any other argument goes to pytest: a file, -k NAME, -x, ...
+#     bash tests/run.sh --full=1/6            # --more, and the slow tests of a sixth of the files: what CI runs, in turns
+#     bash tests/run.sh tests/test_smoke.py   # any other argument goes to pytest, which then chooses among those of --more
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source setup_env.sh || exit 1
 
 pytest_arguments=()
+(($#)) || pytest_arguments=(--five-minutes) # tests/five_minutes.txt
 for argument in "$@"; do
-    if [[ $argument == --full ]]; then
+    if [[ $argument == --more ]]; then
+        : # pyproject.toml leaves out what is slow
+    elif [[ $argument == --full ]]; then
         pytest_arguments+=(-m '') # no marker deselects anything
     elif [[ $argument == --full=* ]]; then
         pytest_arguments+=(-m '' "--slow-part=${argument#*=}")

@@ -1,5 +1,5 @@
 """
-Marks what `bash tests/run.sh` leaves to `--full`: slow tests, and the runs that only slow tests look at.
+Marks what `bash tests/run.sh --more` leaves to `--full`: slow tests, and the runs that only slow tests look at.
 
 A test file that starts many runs for many tests has a list SHORT of the runs that the short suite needs, and asks the
 fixture has_slow_tests of conftest.py whether to start the others.

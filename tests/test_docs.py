@@ -35,7 +35,7 @@ FLAGS = {'nnodes', 'nproc_per_node', 'node_rank', 'master_addr', 'master_port', 
 FLAGS |= {'max-restarts', 'rdzv-backend', 'rdzv-id', 'rdzv-endpoint'}
 FLAGS |= {'time', 'array', 'account', 'nodes', 'partition', 'signal', 'mem', 'gpus-per-node', 'cpus-per-task'}  # sbatch
 FLAGS |= {'exclude', 'gpus-per-task', 'mail-type', 'mail-user'}
-FLAGS |= {'full', 'version'}  # tests/run.sh; every script
+FLAGS |= {'more', 'full', 'version', 'durations'}  # tests/run.sh; every script; pytest
 FLAGS |= {'config'}  # tune run
 FLAGS |= {'key'}  # a placeholder
 MISTAKES = {'batchsize', 'gradient_accumulation_steps', 'max-lr'}  # shown together with the error that it causes
@@ -157,7 +157,7 @@ def test_commands_use_only_keys_that_their_script_has(page):
     for script, arguments in commands(page.read_text()):
         name = script.rpartition('/')[2]
         if name.endswith('.sh'):
-            known = keys_of_all(HANDED_ON.get(name, TRAIN_SCRIPTS)) | {'full'}
+            known = keys_of_all(HANDED_ON.get(name, TRAIN_SCRIPTS)) | {'more', 'full'}
         else:
             known = keys_of(script)
         unknown = set(re.findall(r'(?<!\S)--([\w-]+)', arguments)) - known - MISTAKES

@@ -207,6 +207,10 @@ def test_no_test_file_imports_another(path):
             assert not [module for module in modules if module.startswith(('test_', 'conftest'))]
 
 
+def test_the_list_of_five_minutes_names_tests_that_exist(without_a_test):
+    assert without_a_test == []
+
+
 def test_no_benchmark_imports_anything_of_the_tests():
     of_tests = {path.stem for path in (REPO / 'tests').rglob('*.py') if path.parent.name != 'fuzzing'} | {'fuzzing'}
     for path in sorted((REPO / 'benchmarks').glob('*.py')):
