@@ -278,17 +278,6 @@ def open_validation(keys, train_data):
     return open_mixture({**keys, **facts}, 'whole')
 
 
-def folder_of(keys, data_dir=None):
-    """Folder of a run's first dataset that has a meta.json, from which the tokenizer of all of them is known; if none
-    has one, of the first dataset.
-
-    data_dir: where the datasets are now; None = where they were.
-    """
-    names = names_in(parse_stages({'dataset_stages': (), **keys}))
-    folders = [os.path.join(data_dir or keys['data_dir'], name) for name in names]
-    return next((folder for folder in folders if os.path.exists(os.path.join(folder, 'meta.json'))), folders[0])
-
-
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 

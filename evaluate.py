@@ -56,12 +56,10 @@ class Config:
 config, explicit = configure(Config)  # before `import torch`, so --help is quick
 
 
-import fsdp
-import fsdp_manual
 from evaluation import in_run
 from evaluation.reward import open_reward
 from layout import make_mesh
-from runtime import begin, checkpoint
+from runtime import checkpoint
 from runtime import opened as models
 from system import collectives, devices, errors, processes
 from system.files import no_link, sha256_of
@@ -75,7 +73,7 @@ rank, local_rank, world_size = processes.ranks_from_environment()
 device = devices.choose_device(config.device, local_rank)
 if not config.tasks:
     raise ValueError('no tasks: name files of them, --tasks=tasks/piqa.jsonl; docs/evaluate.md says how to get some')
-begin.join_ranks(config.timeout_s, device)
+devices.join_ranks(config.timeout_s, device)
 
 
 def append_result(row):
@@ -120,6 +118,9 @@ if own_reward and not any(task.form == 'prompt' for task in evaluated.tasks):
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 raw_model = opened.empty(compute_dtype, device, window)
 if config.shard != 'none':  # as in train_fsdp.py
+    import fsdp
+    import fsdp_manual
+
     fsdp.refuse_scalars(raw_model)
     mesh = make_mesh({'shard': world_size}, device, config.timeout_s)
 if config.shard == 'manual':

@@ -48,7 +48,7 @@ from safetensors.torch import load_file, save_file
 from huggingface import convert, finetune, loading, lora, rounding
 from huggingface.pretrained import copy_files
 from model import GPT
-from moments import is_finite
+from pieces import is_finite
 from runtime import opened as models
 from system import devices, errors, files
 from text.conversations import template_of

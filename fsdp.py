@@ -15,7 +15,6 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import fsdp_manual
-import offload
 import optim
 from system import processes
 
@@ -85,5 +84,8 @@ def gathered(model, run):
 def optimizer(model, run):
     """The optimizer of a sharded model. With cpu_offload its moments are in host memory, or it runs there."""
     opt = optim.from_config(model, run.config, run.home, run.share)
-    # Before a checkpoint is loaded, whose moments might not all fit on the GPU.
-    return offload.StateOnHost(opt) if run.config.cpu_offload == 'optimizer' else opt
+    if run.config.cpu_offload == 'optimizer':
+        from offload import StateOnHost
+
+        opt = StateOnHost(opt)  # before a checkpoint is loaded, whose moments might not all fit on the GPU
+    return opt

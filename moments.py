@@ -49,12 +49,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pieces import CHUNK, local
+
 DTYPES = ('float32', 'bfloat16', 'int8')
 BLOCK = 256  # numbers that share a scale
 SMALLEST = 4096  # numbers of a parameter whose moments are worth 8 bits
 SCALES = '_scales'  # exp_avg_scales: the scales of exp_avg
 UNSIGNED = ('exp_avg_sq', 'tau')  # moments that are never negative
 TINY = torch.finfo(torch.float32).tiny
+PIECE = 2**23  # on a GPU, for moments in fewer bits: rounding them takes some 60 bytes a number meanwhile, 0.5 GB
 
 # --- int8 -------------------------------------------------------------------------------------------------------------
 
@@ -264,6 +267,40 @@ def update(kernel, scalars, width, tables, keys, skip, theta, g, moments, first)
         theta.copy_(torch.where(skip == 1, before, theta))
 
 
+# The ways to run a kernel of optim.py. parts: [(Part, g), ...]; t: the step, on which the rounding depends.
+
+
+def run_parts_in_pieces(kernel, scalars, t, parts, skip):
+    """Piece by piece, so that no more than one piece of the moments is in fp32 at a time."""
+    most = PIECE
+    if parts[0][1].is_cpu:
+        most, scalars = CHUNK, dict(zip(scalars, torch.tensor([*scalars.values()]).unbind(), strict=True))
+    for part, g in parts:
+        for width, *piece in part.pieces(g, most):
+            update(kernel, scalars, width, part.tables, part.keys(t), skip, *piece)
+
+
+def run_parts_compiled(kernel, scalars, t, parts, skip):
+    """In one piece, because the fp32 values stay in registers."""
+    device, names = parts[0][1].device, tuple(scalars)
+    # All that changes from step to step arrives in two copies.
+    values, keys = torch.tensor([*scalars.values()]), torch.tensor([part.keys(t) for part, _ in parts])
+    if device.type == 'cuda':
+        values, keys = (x.pin_memory().to(device, non_blocking=True) for x in (values, keys))
+    for (part, g), part_keys in zip(parts, keys, strict=True):
+        for width, *piece in part.pieces(g, g.numel()):
+            compiled_in_fewer_bits(kernel, names, width)(skip, values, part_keys, part.tables, *piece)
+
+
+@functools.cache
+def compiled_in_fewer_bits(kernel, names, width):
+    def run(skip, values, keys, tables, *piece):
+        scalars = dict(zip(names, values.unbind(), strict=True))
+        update(kernel, scalars, width, tables, keys.unbind(), skip, *piece)
+
+    return torch.compile(run, dynamic=True)
+
+
 def first_of_lines(parameter, part):
     """For each line that this rank holds, the index of its first number in the whole parameter, int64 (lines)."""
     is_cut = part is not None and part.dim is not None
@@ -285,35 +322,3 @@ def first_of_lines(parameter, part):
 def as_lines(tensor):
     """As (lines, columns). A line is the last dimension; in a vector each number is a line."""
     return tensor.view(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
-
-
-def local(tensor):
-    """What this rank holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def is_finite(tensor):
-    """Whether all numbers in this rank's part of a tensor are finite."""
-    piece = local(tensor)
-    if not piece.is_floating_point() or not piece.numel():
-        return True
-    return torch.stack(piece.aminmax()).isfinite().all().item()  # NaN gives NaN; saves isfinite()'s memory
-
-
-# Elements updated at once. On a CPU, theta, g, m, v and two temporaries of 131072 elements are 3 MB, which fits its
-# cache. Time for 19M parameters in fp32 on 2 threads, with chunks of 32768: 28 ms, 65536: 22, 131072: 18, 262144: 54.
-CHUNK = 2**17
-FOREACH = 2**26  # on a GPU; it bounds the temporaries, for ADANA by 3 * 4 * 2**26 bytes = 0.8 GB
-
-
-def in_parts(items, size_of, most):
-    """Yields lists of consecutive items, each of one item or of several whose sizes add up to `most` or less."""
-    part, size = [], 0
-    for item in items:
-        if part and size + size_of(item) > most:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += size_of(item)
-    if part:
-        yield part

@@ -20,7 +20,7 @@ from torch import nn
 
 from layout import FP32
 from model import Attention
-from moments import CHUNK, FOREACH, in_parts
+from pieces import CHUNK, FOREACH, in_parts
 
 MOMENTUM = 0.95  # mu
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from moments import in_parts, local
+from pieces import in_parts, local
 
 
 class StateOnHost:

@@ -30,18 +30,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import moments
-import muon
 from keys import DANA, OPTIMIZERS, SCHEDULES
 from layout import WHOLE
 from model import GPT
-from moments import CHUNK, FOREACH, in_parts, local
+from pieces import CHUNK, FOREACH, in_parts, local
 
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
-
-PIECE = 2**23  # on a GPU, for moments in fewer bits: rounding them takes some 60 bytes a number meanwhile, 0.5 GB
-
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
@@ -81,7 +76,9 @@ def make_optimizer(
 
     groups = [{'lr_factor': 1.0, 'eps': 1e-8, **group} for group in parameter_groups(model, weight_decay)]
     if optimizer == 'muon':
-        hidden = muon.hidden_matrices(model)
+        from muon import hidden_matrices
+
+        hidden = hidden_matrices(model)
         for group in groups:  # adamw-decay with an infinite wd_ts is plain AdamW
             group.update(params=[p for p in group['params'] if p not in hidden], update='adamw-decay')
         groups.insert(0, groups[0] | {'params': list(hidden), 'update': 'muon'})
@@ -93,7 +90,11 @@ def make_optimizer(
     constants |= {'wd_ts': wd_ts if decaying and wd_ts else math.inf, 'warmup': max_iters or 0, 'update': optimizer}
     if optimizer == 'muon':
         return Muon(groups, hidden, constants, compile, copies)
-    forms = moments.forms_of(model, dtype, seed, share.slices)
+    forms = None
+    if dtype != 'float32':
+        from moments import forms_of
+
+        forms = forms_of(model, dtype, seed, share.slices)
     return (AdamW if optimizer == 'adamw' else Elementwise)(groups, constants, compile, forms)
 
 
@@ -116,7 +117,11 @@ def parameter_groups(model, weight_decay):
 
 def moments_of(model, optimizer):
     """{parameter: how many numbers the optimizer keeps for each of its own}, of those that are trained."""
-    hidden = muon.hidden_matrices(model) if optimizer == 'muon' else ()
+    hidden = ()
+    if optimizer == 'muon':
+        from muon import hidden_matrices
+
+        hidden = hidden_matrices(model)
     return {p: MOMENTS[optimizer] - (p in hidden) for p in model.parameters() if p.requires_grad}
 
 
@@ -406,9 +411,15 @@ class Elementwise(torch.optim.Optimizer):
 
     def run_in_fewer_bits(self, group, t, parts, skip):
         """The same for moments that are not fp32: step t of [(moments.Part, g), ...]."""
+        import moments
+
         _, scalars_at, kernel = UPDATES[group['update']]
-        way = run_parts_compiled if self.compile else run_parts_in_pieces
-        way(kernel, scalars_at(group, t), t, parts, skip)
+        if self.compile:
+            moments.run_parts_compiled(kernel, scalars_at(group, t), t, parts, skip)
+            return
+        if not parts[0][1].is_cpu:  # kernels of a GPU take no scalars that are tensors on the host
+            kernel = functools.partial(on_lists, kernel)
+        moments.run_parts_in_pieces(kernel, scalars_at(group, t), t, parts, skip)
 
 
 class AdamW(Elementwise):
@@ -482,6 +493,8 @@ class Held:
         """This rank's (theta, *moments), or a moments.Part. Makes the state if this is the parameter's first step."""
         parameter = self.parameters[index]
         state, form = self.state[parameter], self.forms.get(parameter)
+        if form:
+            import moments
         if not state:
             state['step'] = self.steps[index]
             for name in self.moments:
@@ -533,41 +546,6 @@ def compiled(kernel, names):
         kernel(theta, g, *moments, **scalars)
         for tensor, old in zip((theta, *moments), before, strict=True):
             tensor.copy_(torch.where(skip == 1, old, tensor))
-
-    return torch.compile(update, dynamic=True)
-
-
-# The same for moments in fewer bits. parts: [(moments.Part, g), ...]; t: the step, on which the rounding depends.
-
-
-def run_parts_in_pieces(kernel, scalars, t, parts, skip):
-    """Piece by piece, so that no more than one piece of the moments is in fp32 at a time."""
-    if parts[0][1].is_cpu:
-        most, scalars = CHUNK, dict(zip(scalars, torch.tensor([*scalars.values()]).unbind(), strict=True))
-    else:  # as lists of one tensor, because kernels of a GPU take no scalars that are tensors on the host
-        most, kernel = PIECE, functools.partial(on_lists, kernel)
-    for part, g in parts:
-        for width, *piece in part.pieces(g, most):
-            moments.update(kernel, scalars, width, part.tables, part.keys(t), skip, *piece)
-
-
-def run_parts_compiled(kernel, scalars, t, parts, skip):
-    """In one piece, because the fp32 values stay in registers."""
-    device, names = parts[0][1].device, tuple(scalars)
-    # All that changes from step to step arrives in two copies.
-    values, keys = torch.tensor([*scalars.values()]), torch.tensor([part.keys(t) for part, _ in parts])
-    if device.type == 'cuda':
-        values, keys = (x.pin_memory().to(device, non_blocking=True) for x in (values, keys))
-    for (part, g), part_keys in zip(parts, keys, strict=True):
-        for width, *piece in part.pieces(g, g.numel()):
-            compiled_in_fewer_bits(kernel, names, width)(skip, values, part_keys, part.tables, *piece)
-
-
-@functools.cache
-def compiled_in_fewer_bits(kernel, names, width):
-    def update(skip, values, keys, tables, *piece):
-        scalars = dict(zip(names, values.unbind(), strict=True))
-        moments.update(kernel, scalars, width, tables, keys.unbind(), skip, *piece)
 
     return torch.compile(update, dynamic=True)
 
@@ -635,6 +613,8 @@ class Muon(Elementwise):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]['momentum_buffer'] = torch.zeros_like(parameter)
+        import muon
+
         theta, g = [local(p) for p in parameters], [local(p.grad) for p in parameters]
         m = [local(self.state[p]['momentum_buffer']) for p in parameters]
         torch._foreach_lerp_(m, g, 1 - muon.MOMENTUM)

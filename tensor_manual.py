@@ -52,7 +52,7 @@ from exchange import collectives
 from layout import FP32, Share, Slice
 from loss import cross_entropy
 from model import SAVED_OPS, Head, Linear, ModelConfig
-from moments import local
+from pieces import local
 
 # How a module's parameters are cut: 0 by rows, which are outputs; 1 by the columns of the weight, which are inputs.
 CUT_ALONG = {'qkv': 0, 'up': 0, 'gate': 0, 'embed': 0, 'head': 0, 'proj': 1, 'down': 1}

@@ -229,13 +229,13 @@ def compare_rates(lm, model_folder, run, path, rounds, batch_size):
     from lm_eval.api.instance import Instance
 
     from evaluation import scoring, tasks
-    from runtime import begin
     from runtime.opened import open_model
+    from system import devices
 
     task = tasks.read_task(path)
     pairs = [pair for item in task.items for pair in item.pairs]
     instances = [Instance('loglikelihood', {}, pair, 0) for pair in pairs]
-    begin.join_ranks(600, torch.device('cpu'))
+    devices.join_ranks(600, torch.device('cpu'))
     opened = open_model(str(run or model_folder))
     window, encoder, model = opened.positions, opened.language(), opened.empty(torch.float32, 'cpu')
     model.to_empty(device='cpu')

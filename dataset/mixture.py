@@ -11,6 +11,7 @@ source of a sample follows from its index alone, on any number of ranks and from
 
 import functools
 import math
+import os
 from fractions import Fraction
 from pathlib import Path
 
@@ -120,3 +121,14 @@ class SourceOrder:
         periods, places = np.divmod(samples - self.first, len(self.table))
         sources = self.table[places]
         return sources, self.counted[sources] + periods * self.per_period[sources] + self.earlier[places]
+
+
+def folder_of(keys, data_dir=None):
+    """Folder of a run's first dataset that has a meta.json, from which the tokenizer of all of them is known; if none
+    has one, of the first dataset.
+
+    data_dir: where the datasets are now; None = where they were.
+    """
+    names = names_in(parse_stages({'dataset_stages': (), **keys}))
+    folders = [os.path.join(data_dir or keys['data_dir'], name) for name in names]
+    return next((folder for folder in folders if os.path.exists(os.path.join(folder, 'meta.json'))), folders[0])

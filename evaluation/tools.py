@@ -20,7 +20,6 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from evaluation import sampling
-from text.conversations import fold_system_messages
 
 MOST_CALLS = 8  # in one answer, or a model that only ever calls would never end
 CALL = re.compile(r'=[0-9+*/(). -]{1,100}')
@@ -92,6 +91,8 @@ class Call(NamedTuple):
 def ids_of_result(language, conversation, result):
     """The ids of what the chat template writes behind an answer to this conversation, to which a tool says `result`:
     from the end of that answer to where the next begins. Raises ValueError if it does not write what a tool says."""
+    from text.conversations import fold_system_messages
+
     turns = [{'role': 'assistant', 'content': WORD}, {'role': 'tool', 'content': result}]
     conversation = {**conversation, 'messages': [*conversation['messages'], *turns]}
     written = language.ask(conversation, fold_system_messages)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from exchange.codec import BYTES
-from moments import local
+from pieces import local
 
 ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares, beside the run's own
 ENOUGH = 0.96  # a plan recommends the shortest rounds that spend this share of the time on inner steps

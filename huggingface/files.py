@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from model import is_load
-from moments import is_finite
+from pieces import is_finite
 from system.files import bare_name, is_run, meant, read_json, refuse_lfs_pointer
 from text.tokenizer import KEPT
 

@@ -60,7 +60,7 @@ import torch.distributed as dist
 from configurator import read_knobs, refuse_gone
 from exchange.codec import decode_flat, encode_flat, encoded_bytes
 from keys import GONE
-from moments import is_finite
+from pieces import is_finite
 from pool.ledger import Ledger
 from pool.objects import COMMIT, POOL, SNAPSHOT, read_object, refuse_commit, refuse_ledger
 from pool.round_watch import RoundWatch

@@ -6,7 +6,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from moments import local
+from pieces import local
 
 CHUNK, ODD = 2**15, -7046029254386353131  # so few numbers stay in a core's cache; ODD is splitmix64's multiplier
 

@@ -13,19 +13,15 @@ less: planning's reports, huggingface/, and the tasks of evaluation/.
 """
 
 import contextlib
-import os
 import sys
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import data
-import offload
 from dataset.mixture import names_in, parse_stages
 from dataset.shards import read_meta
 from layout import Layout, Share
@@ -300,26 +296,7 @@ def make_process_group(config, device):
     checkpoint_saver.prepare(config.out_dir)  # raises on every rank whose machine cannot write there
     if device.type == 'cuda':
         health.record_flights(config.out_dir)
-    join_ranks(config.timeout_s, device)
-
-
-def join_ranks(timeout_s, device):
-    """The process group alone, for scripts without an out_dir: NCCL for tensors on GPUs, gloo for those on hosts."""
-    backend = 'gloo'
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)
-        backend = 'cpu:gloo,cuda:nccl'
-    if 'RANK' in os.environ:
-        if os.environ['WORLD_SIZE'] != os.environ['LOCAL_WORLD_SIZE']:  # several machines
-            # By itself gloo takes the interface that the machine's own name resolves to: 127.0.1.1 on many images.
-            interface = processes.interface_to(os.environ['MASTER_ADDR'])
-            if interface not in (None, 'lo'):
-                os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        if device.type == 'cuda':
-            devices.refuse_shared_gpus(device)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    devices.join_ranks(config.timeout_s, device)
 
 
 def find_checkpoint(config, pretrained=None, language_folders=()):
@@ -375,7 +352,12 @@ def make_model(run):
         import float8
 
         float8.convert(model)
-    offload.checkpoint_activations(model, config.activation_checkpointing)
+    if config.activation_checkpointing == 'offload':
+        import offload
+
+        offload.checkpoint_activations(model, 'offload')
+    else:
+        model.checkpoint_activations(config.activation_checkpointing)
     if config.compile:
         if not isinstance(model, GPT) and model.routers:  # their hooks need not run again in backward
             torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

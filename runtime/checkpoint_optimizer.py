@@ -10,6 +10,7 @@ import torch
 import moments
 from offload import StateOnHost
 from optim import Elementwise
+from pieces import in_parts, local
 from runtime.checkpoint_index import read_into
 from runtime.checkpoint_parts import CutTensor, in_whole
 
@@ -79,12 +80,12 @@ def read_in_fewer_bits(path, index, slots, share, part_bytes=2**28):
     of them, rounds these, and goes on with the next.
     """
 
-    for part in moments.in_parts(slots, lambda slot: 4 * moments.local(slot.parameter).numel(), part_bytes):
+    for part in in_parts(slots, lambda slot: 4 * local(slot.parameter).numel(), part_bytes):
         values = [torch.zeros_like(slot.parameter, requires_grad=False) for slot in part]
         pairs = [*zip(part, values, strict=True)]
         read_into(path, index, {slot.key: in_whole(share, slot.name_of_parameter, value) for slot, value in pairs})
         for slot, value in pairs:
-            yield slot, moments.from_fp32(slot.form, slot.parameter, slot.name, moments.local(value))
+            yield slot, moments.from_fp32(slot.form, slot.parameter, slot.name, local(value))
 
 
 def kept_by(optimizer):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import moments
 from layout import WHOLE
+from pieces import is_finite
 from runtime import dcp_files
 from runtime.checkpoint import as_saved, checkpoints_in, is_complete, move_aside, names_of_tensors
 from runtime.checkpoint_index import Entry, Piece, as_json
@@ -175,11 +176,7 @@ class Saver:
         Raises ValueError on all ranks if a weight is not finite on any of them: such a checkpoint would be useless.
         """
         bad = next(
-            (
-                key
-                for key, value in tensors.items()
-                if key.startswith('model.') and not moments.is_finite(local_piece(value))
-            ),
+            (key for key, value in tensors.items() if key.startswith('model.') and not is_finite(local_piece(value))),
             None,
         )
         names = {key: name_of_copies(key, tensor) for key, tensor in tensors.items()}

@@ -19,7 +19,7 @@ from configurator import without_effect
 from keys import DANA
 from layout import Layout, choose_sizes
 from model import ModelConfig
-from planning import checks, rules
+from planning import checks
 from runtime import best, checkpoint
 from system import devices, processes, stopping
 
@@ -218,9 +218,13 @@ def fill_rates(run):
     if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not run.pretrained:
         raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
     kept = explicit if config.num_epochs is None else {**explicit, 'max_iters': explicit.get('num_epochs')}
-    filled, rule_notes = rules.fill_from_heads(vars(config), kept)
-    vars(config).update(filled)
-    run.notes += rule_notes + cautions(vars(config), run.train_data.n_windows)
+    if config.heads is not None or config.optimizer in (*DANA, 'adamw-decay'):
+        from planning import rules  # here, since they fill in nothing for other runs
+
+        filled, notes = rules.fill_from_heads(vars(config), kept)
+        vars(config).update(filled)
+        run.notes += notes
+    run.notes += cautions(vars(config), run.train_data.n_windows)
     if run.pretrained and 'learning_rate' not in explicit and not config.eval_only:
         rate = config.learning_rate
         if run.learns_from == 'text':

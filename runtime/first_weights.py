@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import data
-from dataset.mixture import names_in, parse_stages
+from dataset.mixture import folder_of, names_in, parse_stages
 from dataset.shards import read_meta
 from runtime import checkpoint
 from system import processes
@@ -143,7 +142,7 @@ def take_from(start, config, explicit, learns_from='text'):
     name, before = config.init_from, start.keys
     if learns_from == 'prompts' and start.model_config and before:
         config.windows = before['windows'] if 'windows' not in explicit else config.windows
-    elif start.model_config and not same_tokenizer(start.folder, data.folder_of(vars(config))):
+    elif start.model_config and not same_tokenizer(start.folder, folder_of(vars(config))):
         is_dataset = start.path and not os.path.isdir(os.path.join(name, KEPT))  # of a run that has kept no tokenizer
         raise ValueError(
             f'init_from={name} knows the tokens of {start.folder}, dataset={config.dataset} has those of another '
@@ -199,7 +198,7 @@ def open_folder(run):
     if run.learns_from == 'prompts':  # there are no tokens yet
         config.vocab_size = pretrained.vocab_size
         return pretrained
-    run.notes += check_same_tokenizer(data.folder_of(vars(config)), pretrained.folder)
+    run.notes += check_same_tokenizer(folder_of(vars(config)), pretrained.folder)
     run.notes += add_tokens(vars(config), pretrained)
     config.vocab_size = pretrained.vocab_size
     if config.dataset != 'synthetic':

@@ -12,11 +12,8 @@ import os
 import shutil
 from pathlib import Path
 
-import data
-from dataset.opening import TOKEN_BYTES, fingerprints_of
 from dataset.shards import read_meta
 from system.files import refuse_link_out, write_file
-from text.conversations import templates_of
 from text.templates import write_settings, write_templates
 from text.tokenizer import KEPT, describe, has_tokenizer
 
@@ -25,6 +22,9 @@ def keep_language(out_dir, folders):
     """Copy tokenizer and chat templates into out_dir/model when a run begins: the tokenizer of the first folder that
     has one, and the templates of the first that has some. Replaces what an earlier start without a checkpoint has left
     there. For rank 0."""
+    from dataset.opening import TOKEN_BYTES  # here, since who reads a run needs neither
+    from text.conversations import templates_of
+
     kept = Path(out_dir, KEPT)
     shutil.rmtree(kept, ignore_errors=True)
     named = next(filter(has_tokenizer, folders), None)
@@ -53,7 +53,10 @@ def folder_of_language(out_dir, state, data_dir=None, tokenizer=None):
     kept = os.path.join(out_dir, KEPT)
     if os.path.isdir(kept) and data_dir is None:
         return kept
-    folder = data.folder_of(state['config'], data_dir)
+    from dataset.mixture import folder_of
+    from dataset.opening import fingerprints_of
+
+    folder = folder_of(state['config'], data_dir)
     plan = state['identity'].get('data') or []
     plan = [[0, {plan: 1}]] if isinstance(plan, str) else plan  # of a version without mixtures
     learned = {mark.partition('-')[0] for _, shares in plan if isinstance(shares, dict) for mark in shares}

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import data
 from layout import WHOLE
 from model import GPT
 from runtime import checkpoint
@@ -195,10 +194,11 @@ def language_of_run(run):
     if pretrained:
         options = {'state': {'config': keys}, 'pretrained': pretrained, 'trust_remote_code': keys['trust_remote_code']}
         return Opened(keys['init_from'], pretrained.folder, **options).language(templates=pretrained.chat_templates)
+    from dataset.mixture import folder_of
     from text.language import OwnLanguage
     from text.tokenizer import tokenizer_of
 
-    folder = run.language_folder or data.folder_of(keys)
+    folder = run.language_folder or folder_of(keys)
     try:
         options = {'fold_system': keys.get('fold_system', False), 'has_learned_chats': keys.get('chats', False)}
         language = OwnLanguage(tokenizer_of(folder), keys.get('windows'), folder, **options)

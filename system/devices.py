@@ -13,8 +13,9 @@ import os
 import shutil
 import stat
 import tempfile
+from datetime import timedelta
 
-from system.processes import local_world_size, ranks_in_words
+from system.processes import interface_to, local_world_size, ranks_in_words
 
 # Dense bfloat16 FLOP/s of whole cards (NVIDIA's data sheets), by the names that the driver gives them. Other names hold
 # these, too: a part of a card (MIG), one that virtual machines share, and boards that are slower (H100 PCIe, H200 NVL).
@@ -214,3 +215,25 @@ def make_deterministic():
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice
     torch.backends.cudnn.benchmark = False
+
+
+def join_ranks(timeout_s, device):
+    """The process group alone, for scripts without an out_dir: NCCL for tensors on GPUs, gloo for those on hosts."""
+    import torch
+    import torch.distributed as dist
+
+    backend = 'gloo'
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+        backend = 'cpu:gloo,cuda:nccl'
+    if 'RANK' in os.environ:
+        if os.environ['WORLD_SIZE'] != os.environ['LOCAL_WORLD_SIZE']:  # several machines
+            # By itself gloo takes the interface that the machine's own name resolves to: 127.0.1.1 on many images.
+            interface = interface_to(os.environ['MASTER_ADDR'])
+            if interface not in (None, 'lo'):
+                os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        if device.type == 'cuda':
+            refuse_shared_gpus(device)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -37,7 +37,7 @@ FLOORS = [
     {'configurator.py', 'offload.py', 'optim.py'},
     {'muon.py'},
     {'model.py', 'layout.py', 'moments.py'},
-    {'keys.py', 'attention.py', 'experts.py', 'loss.py', 'other_names.py'},
+    {'keys.py', 'attention.py', 'experts.py', 'loss.py', 'other_names.py', 'pieces.py'},
 ]
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
@@ -81,6 +81,7 @@ def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
         'offload.py',
         'optim.py',
         'other_names.py',
+        'pieces.py',
     }
 
 
@@ -123,9 +124,8 @@ def test_the_page_to_try_an_idea_in_reads_the_model_the_data_and_the_optimizer_a
         'layout.py',
         'loss.py',
         'model.py',
-        'moments.py',
-        'muon.py',
         'optim.py',
+        'pieces.py',
         'system',
         'train_simple.py',
     }
@@ -138,6 +138,12 @@ def test_a_plain_run_reads_nothing_that_only_others_need():
     rooms = {name.partition('/')[0] for name in found}
     assert not rooms & {'huggingface', 'exchange', 'pool', 'comparison', *FSDP, *LESSONS}
     assert not found & {'planning/report.py', 'planning/memory.py', 'evaluation/in_run.py', 'text/sources.py'}
+    assert not found & {'experts.py', 'muon.py', 'offload.py', 'planning/rules.py'}
+
+
+@pytest.mark.parametrize('script', ['sample.py', 'evaluate.py', 'export_model.py'])
+def test_what_reads_a_checkpoint_reads_neither_an_optimizer_nor_what_saves(script):
+    assert not read_by(script) & {'optim.py', 'moments.py', 'offload.py', 'runtime/checkpoint_saver.py'}
 
 
 def places(pattern):

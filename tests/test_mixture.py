@@ -19,7 +19,7 @@ from short import slow_but
 import data
 import optim
 from dataset import shards
-from dataset.mixture import SourceOrder, parse_shares
+from dataset.mixture import SourceOrder, folder_of, parse_shares
 from dataset.shuffle import permuted
 from keys import Keys
 from model import GPT, ModelConfig
@@ -144,12 +144,12 @@ def test_the_tokenizer_of_a_run_is_that_of_the_first_source_that_tells_it_wherev
     make(tmp_path / 'data', 'mine', 1000)
     (tmp_path / 'data' / 'foreign').mkdir()
     keys = {'dataset': f'foreign:0.5,{tmp_path}/data/mine:0.5', 'data_dir': f'{tmp_path}/data'}  # as a shell completes
-    assert data.folder_of(keys) == f'{tmp_path}/data/mine'
+    assert folder_of(keys) == f'{tmp_path}/data/mine'
     (tmp_path / 'data').rename(tmp_path / 'moved')
-    assert data.folder_of(keys, f'{tmp_path}/moved') == f'{tmp_path}/moved/mine'
-    assert data.folder_of({**keys, 'dataset': 'foreign'}) == f'{tmp_path}/data/foreign'
+    assert folder_of(keys, f'{tmp_path}/moved') == f'{tmp_path}/moved/mine'
+    assert folder_of({**keys, 'dataset': 'foreign'}) == f'{tmp_path}/data/foreign'
     staged = {**keys, 'dataset': 'foreign', 'dataset_stages': [[0.5, 'mine']]}
-    assert data.folder_of(staged, f'{tmp_path}/moved') == f'{tmp_path}/moved/mine'
+    assert folder_of(staged, f'{tmp_path}/moved') == f'{tmp_path}/moved/mine'
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

@@ -346,7 +346,7 @@ def test_a_gpus_way_of_a_piece_at_a_time_is_the_same(name, dtype, monkeypatch):
     start, gradients = values_of_net(5)
     plain, its_optimizer = build(name, dtype, start)
     take_steps(plain, its_optimizer, gradients, range(5))
-    in_pieces = optim.run_parts_in_pieces
+    in_pieces = moments.run_parts_in_pieces
 
     def as_on_a_gpu(kernel, scalars, *arguments):
         def on_lists(*tensors, **_):
@@ -354,8 +354,8 @@ def test_a_gpus_way_of_a_piece_at_a_time_is_the_same(name, dtype, monkeypatch):
 
         in_pieces(on_lists, scalars, *arguments)
 
-    monkeypatch.setattr(optim, 'CHUNK', 700)
-    monkeypatch.setattr(optim, 'run_parts_in_pieces', as_on_a_gpu)
+    monkeypatch.setattr(moments, 'CHUNK', 700)
+    monkeypatch.setattr(moments, 'run_parts_in_pieces', as_on_a_gpu)
     model, optimizer = build(name, dtype, start)
     take_steps(model, optimizer, gradients, range(5))
     assert_same_moments(model, optimizer, plain, its_optimizer)

@@ -12,7 +12,7 @@ from huggingface.finetune import for_training
 from huggingface.pretrained import Pretrained
 from model import GPT, ModelConfig
 from offload import StateOnHost, bytes_of_moments, checkpoint_activations
-from optim import in_parts
+from pieces import in_parts
 from runtime import checkpoint, checkpoint_saver
 
 KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)

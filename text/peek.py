@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import data
-from dataset.mixture import names_in, parse_stages
+from dataset.mixture import folder_of, names_in, parse_stages
 from dataset.shards import LEARNED, read_meta
 from layout import counted
 from text.conversations import marked_text
@@ -24,7 +24,7 @@ def peek(dataset, data_dir, n_windows=8, n_tokens=256, n_chats=2):
     length = longest or n_tokens
     mixture = data.open_mixture({**keys, 'block_size': length, 'vocab_size': None}, 'train')
     mixture.plan(1, n_windows)
-    decode = tokenizer_of(data.folder_of(keys)).decode
+    decode = tokenizer_of(folder_of(keys)).decode
     as_long = f', as long as the longest {"pair" if metas[0].get("pairs") else "conversation"}' if longest else ''
     print(f'windows of {counted(length, "token")}{as_long}; those of a run have its --block_size')
     for number, window in zip(*mixture.locate(np.arange(n_windows), seed=1337), strict=True):

@@ -31,7 +31,6 @@ from dataset.shards import read_meta
 from system.errors import one_line
 from system.files import check_form, is_run, read_json, refuse_lfs_pointer, sha256_of, write_file
 from text.control_tokens import ControlTokens
-from text.engine import SAMPLES, merges_of
 
 END_OF_TEXT = '<|endoftext|>'
 KEPT = 'model'  # folder in out_dir with what a run has kept of the language it learns; see runtime/kept.py
@@ -511,6 +510,8 @@ def check_against_file(tokenizer, folder):
     GPT2Tokenizer uses GPT-2's rule for words, whatever rule the file has. And tokenizer_config.json may add tokens.
     Compared are the ids of texts, of the tokens before a text, of every added token, and of a conversation.
     """
+    from text.engine import SAMPLES
+
     path = Path(folder) / 'tokenizer.json'
     if not path.exists():  # transformers' class reads other files, which nothing else here reads
         return
@@ -631,6 +632,8 @@ def train_bpe(texts, vocab_size, path, engine='auto'):
     result depends only on the texts and their order; engine chooses the library that trains it, see engine.merges_of().
     A small text may not have enough pairs to merge for vocab_size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from text.engine import merges_of
 
     # Without digits nothing is merged with one, so each stays a token of its own: numbers are read digit by digit.
     texts = [part for text in texts for part in re.split(rb'[0-9]+', text) if part]

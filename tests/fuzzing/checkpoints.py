@@ -22,9 +22,10 @@ import torch
 import keys
 from fuzzing.cases import STAYS, Refused, check, some
 from model import GPT, ModelConfig
-from runtime import begin, checkpoint, checkpoint_saver, first_weights, health, identity
+from runtime import checkpoint, checkpoint_saver, first_weights, health, identity
 from runtime.best import Best, step_of_best
 from runtime.opened import open_model
+from system import devices
 
 SIZES = {'arch': 'llama', 'n_layer': 2, 'n_head': 2, 'n_embd': 8, 'mlp_hidden_dim': 24}
 SIZES |= {'vocab_size': 64, 'block_size': 8}
@@ -195,7 +196,7 @@ def listen():
 
 
 def check_checkpoint(draw, folder):
-    begin.join_ranks(60, torch.device('cpu'))
+    devices.join_ranks(60, torch.device('cpu'))
     try:
         read_one(draw, folder)
     finally:

@@ -317,7 +317,7 @@ def test_the_interface_to_a_host_is_that_of_the_route():
 
 
 def test_on_several_machines_gloo_takes_that_interface_unless_the_user_chose_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, 'interface_to', lambda host: {'10.0.0.1': 'ib0'}[host])
+    monkeypatch.setattr(devices, 'interface_to', lambda host: {'10.0.0.1': 'ib0'}[host])
     monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *_, **__: None)
     config = SimpleNamespace(out_dir=tmp_path, timeout_s=60)
     for name, value in {'RANK': '0', 'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '2', 'MASTER_ADDR': '10.0.0.1'}.items():
@@ -335,12 +335,12 @@ def test_on_several_machines_gloo_takes_that_interface_unless_the_user_chose_one
 
 
 def test_the_ranks_of_gpus_meet_by_nccl_each_on_its_own_and_by_gloo_on_the_host(monkeypatch):
-    devices, joined = [], []
+    chosen, joined = [], []
     monkeypatch.delenv('RANK', raising=False)
-    monkeypatch.setattr(torch.cuda, 'set_device', devices.append)
-    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *given, **_: joined.append((*given, *devices)))
-    begin.join_ranks(60, torch.device('cpu'))
-    begin.join_ranks(60, torch.device('cuda', 1))
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *given, **_: joined.append((*given, *chosen)))
+    devices.join_ranks(60, torch.device('cpu'))
+    devices.join_ranks(60, torch.device('cuda', 1))
     assert joined == [('gloo',), ('cpu:gloo,cuda:nccl', torch.device('cuda', 1))]
 
 
