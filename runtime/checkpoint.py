@@ -206,6 +206,7 @@ STATE = {
     'begun?': str,
     'base?': ({'init_from': str, 'fingerprint': str}, None),
     'reference?': (str, None),
+    'averaged?': [int],
     'diloco?': {'num_replicas': int, 'fragments': [[str]], 'mid_round': bool},
 }
 

@@ -96,6 +96,11 @@ def find_beginning(run):
             return run.pretrained.fingerprint, []
         return start and fingerprint_of_folder(start.folder), []
     state = checkpoint.read_state(run.found)
+    if 'averaged' in state and not config.eval_only:
+        raise ValueError(
+            f'out_dir={config.out_dir} holds an average of checkpoints, which has no optimizer state: begin a run with '
+            f'it, --init_from={config.out_dir} --out_dir=FOLDER, or go on with the one it was made of'
+        )
     saved, was = state.get('begun'), state['config']['init_from']
     is_named_so = os.path.realpath(was) == os.path.realpath(given)
     if is_named_so or (config.eval_only and given == 'scratch'):

@@ -259,6 +259,7 @@ PATHS = {  # keys that name files or folders, by script; all train scripts have 
         'reward',
         'measured',
     },
+    'average': {'out_dir', 'to'},
     'prepare_data': {'dataset', 'data_dir', 'tokenizer', 'chat_template', 'verify'},
     'sample': {'out_dir', 'data_dir', 'tokenizer', 'prompts'},
     'evaluate': {'out_dir', 'data_dir', 'tokenizer', 'tasks', 'results', 'samples', 'reward'},

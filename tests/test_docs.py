@@ -24,7 +24,7 @@ NAMES = [str(page.relative_to(REPO)) for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'evaluate.py']
-SCRIPTS += ['compare.py', 'prove.py', 'report.py']
+SCRIPTS += ['average.py', 'compare.py', 'prove.py', 'report.py']
 ROOMS += ('benchmarks',)
 
 # Files that readers make, or that belong to another project.

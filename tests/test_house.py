@@ -13,7 +13,7 @@ from system.files import ROOMS
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
-SCRIPTS |= {'evaluate.py', 'report.py', 'prove.py'}
+SCRIPTS |= {'average.py', 'evaluate.py', 'report.py', 'prove.py'}
 LESSONS = {f'{name}_manual.py' for name in ('fsdp', 'context', 'tensor', 'expert', 'pipeline')}
 LESSONS |= {'diloco.py', 'deepspeed_engine.py', 'float8.py'}
 FSDP = {'fsdp.py'}  # it chooses between torch's and fsdp_manual.py
