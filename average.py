@@ -55,7 +55,7 @@ there = sorted(int(path[-8:]) for path in checkpoint.checkpoints_in(os.path.dirn
 steps = sorted(config.steps or there[-config.last :])
 if len(steps) < 2 or (not config.steps and len(steps) < config.last):
     wanted = len(config.steps) if config.steps else config.last
-    advice = 'train with --keep_checkpoints=N to keep more' if not config.steps else 'name at least two'
+    advice = 'train_ddp.py --keep_checkpoints=N keeps more' if not config.steps else 'name at least two'
     raise ValueError(f'{wanted} checkpoints of {out_dir}: there are {", ".join(map(str, there))}; {advice}')
 paths = [checkpoint.choose_to_read(out_dir, step) for step in steps]
 indices = [{key: entry for key, entry in read_index(path).items() if key.startswith('model.')} for path in paths]

@@ -79,7 +79,7 @@ def test_every_script_opens_it_and_none_goes_on_with_it(run_of, tmp_path, kind):
 @pytest.mark.parametrize(
     'keys, words',
     [
-        (['--last=5'], '5 checkpoints of {run}: there are 2, 4, 6; train with --keep_checkpoints=N'),
+        (['--last=5'], '5 checkpoints of {run}: there are 2, 4, 6; train_ddp.py --keep_checkpoints=N'),
         (['--steps=2'], 'name at least two'),
         (['--steps=2,3'], 'take another --step, there are 6, 4, 2'),
         (['--to={run}'], 'exists: delete it, or name another folder with --to=FOLDER'),
