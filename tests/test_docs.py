@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parent.parent
 README, CODE = REPO / 'README.md', REPO / 'docs' / 'code.md'
 CHAPTERS = sorted((REPO / 'docs').glob('**/*.md'))
 TEMPLATES = sorted((REPO / '.github').glob('**/*.md'))
-PAGES = [README, REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *TEMPLATES, *CHAPTERS]
+PAGES = [README, REPO / 'AGENTS.md', REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *TEMPLATES, *CHAPTERS]
 NAMES = [str(page.relative_to(REPO)) for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
