@@ -1,13 +1,13 @@
 """
-Attention where a row is more than one sequence in which each token sees itself and those before it: several documents
-in each row, layers with a window, texts that are generated token by token.
+Attention for rows that are not one plain causal sequence: several documents in each row, layers with a window, texts
+that are generated token by token.
 
 The argument `attention` of the models says where each token stands in its document, and computes attention within
 documents. It has
 
     positions                           int64 (B, T), or (1, T) if they are the same in all rows
-    cos_sin                             (2, B, T, 1, D/2), the rotation of each token; GPT.forward() fills it in
-    attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
+    cos_sin                             (2, B, T, 1, D/2), the rotation of each token; GPT.places() fills it in
+    attend(q, k, v, dropout=, scale=, window=) q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
                                         token sees itself and the window - 1 tokens before it (MaskedAttention
                                         takes no scale)
 
@@ -27,7 +27,7 @@ GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 
 @dataclass
 class MaskedAttention:
-    """Given by a mask that says which token sees which."""
+    """Attention defined by a mask that says which token sees which."""
 
     positions: torch.Tensor
     mask: torch.Tensor | None  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens + T); None: all before
@@ -43,7 +43,7 @@ class MaskedAttention:
         """The same, for a model that has layers with this window."""
         T, seen = (self.positions.shape[1],) * 2 if self.mask is None else self.mask.shape[2:]
         columns = torch.arange(seen, device=self.positions.device)[None]
-        # Distances are those of positions: rows may have branches. (Behind a cache there are none, and columns do.)
+        # Distances are those of positions: rows may have branches. (With a cache there are none, so columns will do.)
         keys, queries = (self.positions,) * 2 if T == seen else (columns, columns[:, -T:])
         near = (queries[:, None, :, None] - keys[:, None, None, :]) < window  # (B or 1, 1, T, seen)
         return replace(self, near=near.tril() if self.mask is None else near & self.mask)

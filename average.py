@@ -1,5 +1,5 @@
 """
-Average the last checkpoints of a run: what its learning rate's decay would have given, without a decay.
+Average the last checkpoints of a run, which comes close to a decay of its learning rate, without one.
 
     python train_ddp.py config/mine.py --lr_schedule=constant --checkpoint_interval=100 --keep_checkpoints=8
     python average.py --out_dir=out/mine --last=8            # -> out/mine-average
@@ -9,8 +9,8 @@ Say d_1, ..., d_n are the updates between the first checkpoint w_0 and the last 
 
     (w_0 + ... + w_n) / (n+1)  =  w_0 + sum_i  (1 - i / (n+1)) d_i
 
-so that an update counts the less the later it was: with weights that fall on a line, as a linear decay of the learning
-rate would give them (arXiv 2507.17634; the updates of such a run differ, of course). A run need not know beforehand
+so that an update counts the less the later it was: with coefficients that fall linearly, like those of a linear decay
+of the learning rate (arXiv 2507.17634; the updates of such a run differ, of course). A run need not know beforehand
 where it ends, and can go on from its last checkpoint as if nothing had happened. docs/optimizers.md says what it gave.
 """
 

@@ -15,8 +15,8 @@ from torch import nn
 
 
 class Balance(nn.Module):
-    """What keeps the experts of one router in balance. It is a part of Router, and stands beside a router of
-    transformers (huggingface/finetune.py).
+    """What keeps the experts of one router in balance. It is the base class of Router, and stands beside a
+    router of transformers (huggingface/).
 
     Left alone, training sends more and more tokens to a few experts, which learn from them and so are chosen again,
     while other experts die. The usual remedy is the loss in loss_sum(); another one is `bias`. Both depend on `load`

@@ -5,7 +5,8 @@ The loss: from hidden states to sums over tokens, a chunk of them at a time, so 
 
 The last argument is the loss kernel, what turns the logits of a chunk into its sums and their gradient: cross_entropy()
 here; where torch.compile compiles it, on a GPU, pointwise_cross_entropy(); and tensor_manual.SplitHead has one that
-asks the other ranks. A model's is its `loss_kernel`.
+asks the other ranks. A model holds its own in `loss_kernel`, which
+runtime/begin.py chooses.
 """
 
 import math

@@ -27,7 +27,7 @@ bos_token eos_token pad_token: not here: special tokens are those of the folder 
 max_seq_length max_seq_len seq_len cutoff_len max_context_length seq_length model_max_length sequence_len
     context_length: `block_size`, the length of each sequence, packed or not; a longer chat loses its end, a longer text
     continues in the next one
-max_length: `block_size`, for a pair of both its answers; for generate() it is `max_new_tokens` of sample.py
+max_length: `block_size`, of a pair both answers together; for generate() it is `max_new_tokens` of sample.py
 max_prompt_length: not here: no prompt is cut; one that leaves no room in `block_size` is refused or left out
 packed sample_packing: `packing`, on by default where the model keeps conversations apart; for texts windows=documents
 shuffle shuffle_dataset: always on: each epoch has its own order, by `seed`
@@ -141,7 +141,7 @@ use_vllm: not here: each rank writes its own answers between updates; there is n
 kl_coef kl_coeff: not here: no KL term and no reference in train_grpo.py
 teacher_model: not here: no distillation; sample.py --prompts writes a teacher's answers, to learn them
 start: `prompt` of sample.py
-temperature top_p top_k prompt: sample.py has it; `temperature` of train_grpo.py, which samples from all tokens
+temperature top_p top_k prompt: sample.py has them; `temperature` of train_grpo.py, which samples from all tokens
 do_sample: `temperature` of sample.py; 0 is greedy
 min_p repetition_penalty num_beams: not here: sample.py has --top_k and --top_p
 system_prompt: `system` of sample.py

@@ -1,5 +1,5 @@
 """
-What train_ddp.py and train_fsdp.py do in words of their own, for scripts that leave the choice to the key `strategy`.
+What train_ddp.py and train_fsdp.py each write out, for scripts that choose between them by the key `strategy`.
 
     model = strategy.parallelize(raw_model, run)         # with the weights that the run begins with
     opt = strategy.optimizer(raw_model, run)
@@ -29,7 +29,7 @@ def parallelize(raw_model, run):
     initialise(raw_model, run)  # the same on every rank
     if run.world_size == 1:
         return raw_model
-    if config.compile:  # as in train_ddp.py, and so are the buffers
+    if config.compile:  # as in train_ddp.py, which also says why buffers are not broadcast
         torch._dynamo.config.optimize_ddp = False
     devices = [run.device] if run.on_cuda else None
     model = DistributedDataParallel(raw_model, device_ids=devices, gradient_as_bucket_view=True)

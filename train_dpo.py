@@ -166,7 +166,7 @@ while step < config.max_iters and not watch.must_stop:
     for micro_step in range(run.layout.micro_steps):
         watch.mark('data')
         batch = next(train_batches)  # x, y: (batch_size, block_size) each; starts and the reference: (batch_size, M)
-        # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
+        # Gradients add up locally until the last micro-step's backward averages them; see strategy.py.
         strategy.sync_gradients(model, run, last_micro_step=micro_step == run.layout.micro_steps - 1)
         watch.mark('forward')
         losses, *of_batch = losses_of_batch(model, *batch)

@@ -166,7 +166,7 @@ while step < config.max_iters and not watch.must_stop:
     for iteration in range(config.num_iterations):
         step_loss = torch.zeros((), device=device)
         for micro_step, (x, y, starts, advantage, weight) in enumerate(batches):
-            # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
+            # Gradients add up locally until the last micro-step's backward averages them; see strategy.py.
             strategy.sync_gradients(model, run, last_micro_step=micro_step == len(batches) - 1)
             watch.mark('forward')
             logps = token_logps(model, x, y, starts, config.temperature)

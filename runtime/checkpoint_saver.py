@@ -87,7 +87,8 @@ def claim(out_dir, patience_s=5, lease_s=NFS_LEASE_S, say=print):
 
 
 class Saver:
-    """Writes the checkpoints of one run. Every rank makes one; all ranks call each method, in the same order.
+    """Writes the checkpoints of one run. Every rank makes one. All ranks call save() and wait(), in the
+    same order; last_good() and has() are for any rank.
 
     keep: how many complete checkpoints to retain; older ones are deleted after each save. 0 = save() writes nothing.
     async_save: save() returns as soon as this rank's tensors have been copied into host memory; a thread writes the
@@ -243,7 +244,8 @@ class Saver:
         return [result for result, _ in outcomes]
 
     def _make_room(self, path):
-        """Remove what a killed job left at this path. Returns True if there is a complete checkpoint already."""
+        """Move what a killed job left at this path aside, or delete it if it is unfinished. Returns True if there is a
+        complete checkpoint already."""
         if os.path.exists(path) and not is_complete(path):
             move_aside(path)
         if os.path.exists(f'{path}.tmp'):  # DCP would mix its files with the new ones

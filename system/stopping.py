@@ -26,7 +26,8 @@ received = []  # the signals that this process has received, in order
 
 
 def catch_signals(more=()):
-    """From here on signals only ask this rank to stop at a step boundary; a second signal changes nothing.
+    """From here on signals only ask this rank to stop at a step boundary. A second Ctrl-C ends it at once; any other
+    second signal changes nothing.
 
     more: SIGINT, once there is something to save; until then Ctrl-C ends the process. SIGHUP, which a terminal sends
     when it goes away, stays ignored where it is, as under nohup.
