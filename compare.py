@@ -296,13 +296,13 @@ def halves(folder, entry):
 # --- RESULTS ----------------------------------------------------------------------------------------------------------
 
 
-def analyse(folder, plan, gpu_gb):
+def analyze(folder, plan, gpu_gb):
     """Make tables, verdict, results.json and pictures of the finished runs; returns the rows. Raises ValueError if no
     run is finished."""
     runs = results.read_runs(folder, plan)
     if not any(runs.values()):
         raise ValueError(f'{folder}: no run has finished yet: start the comparison without --analyze')
-    rows = results.summarise(plan, runs, plan['baseline'])
+    rows = results.summarize(plan, runs, plan['baseline'])
     for row in rows:
         every = runs[row['label']]
         row |= results.predict(next((run.config for run in every.values() if run.config), {}), row, gpu_gb)
@@ -335,10 +335,10 @@ def analyse(folder, plan, gpu_gb):
     return rows
 
 
-def analyse_sweep(folder, groups, config):
+def analyze_sweep(folder, groups, config):
     """Make tables, laws, sweep.json and pictures of the finished runs of a sweep. Raises ValueError if no run is
     finished."""
-    rows = [sweep.summarise(group, sweep.runs_of(folder, group), config.seeds) for group in groups]
+    rows = [sweep.summarize(group, sweep.runs_of(folder, group), config.seeds) for group in groups]
     rows = [row for row in rows if row]
     if not rows:
         raise ValueError(f'{folder}: no run has finished yet: start the sweep without --analyze')
@@ -452,7 +452,7 @@ def write_runs(folder, plan, config):
 
 
 def main_of_sweep(folder, config, train_keys, explicit):
-    """Run a sweep or ladder, or with --analyze only analyse it; returns the exit code."""
+    """Run a sweep or ladder, or with --analyze only analyze it; returns the exit code."""
     groups = sweep.groups_of(config, train_keys, explicit)
     results.keep_plan(folder, {'baseline': None, 'runs': groups}, may_grow=True)
     ended_well = True
@@ -463,7 +463,7 @@ def main_of_sweep(folder, config, train_keys, explicit):
             theirs = f'; its jobs go on, `scancel --name={jobs.name_of(folder)}` ends them' if config.slurm else ''
             print(f'\ninterrupted: the same command goes on with {folder}{theirs}', file=sys.stderr, flush=True)
             return 130
-    analyse_sweep(folder, groups, config)
+    analyze_sweep(folder, groups, config)
     print(f'{folder}: {", ".join(sorted(path.name for path in folder.iterdir() if path.is_file()))}')
     return 0 if ended_well else 1
 
@@ -492,7 +492,7 @@ def main(config, train_keys, explicit):
         plan['baseline'] = run_matrix.choose_baseline(
             config, [entry['label'] for entry in plan['runs']], plan['baseline']
         )
-        analyse(folder, plan, config.gpu_gb)
+        analyze(folder, plan, config.gpu_gb)
         return 0
     if config.slurm:
         raise ValueError('slurm: a comparison measures its runs in turns on one machine: start it in a job of your own')
@@ -509,7 +509,7 @@ def main(config, train_keys, explicit):
     except KeyboardInterrupt:
         print(f'\ninterrupted: the same command goes on with {folder}', file=sys.stderr, flush=True)
         return 130
-    rows = analyse(folder, plan, config.gpu_gb)
+    rows = analyze(folder, plan, config.gpu_gb)
     written = sorted(path.name for path in folder.iterdir() if path.is_file())
     print(f'{folder}: {", ".join(written)}')
     if config.trace:

@@ -5,7 +5,7 @@ Download a model from the Hugging Face hub into a plain folder, or check such a 
     python download_model.py --model=models/Llama-3.2-3B-Instruct         # check it, without network
     python download_model.py --model=Qwen/Qwen3-0.6B --to=/scratch/qwen --revision=main
 
-Only what training needs is downloaded: configuration, tokenizer, licence, safetensors, and the Python files of models
+Only what training needs is downloaded: configuration, tokenizer, license, safetensors, and the Python files of models
 that bring their own code, which nothing runs without trust_remote_code. If the script is killed half-way, the same
 command continues where it stopped; if you run it later, it fetches whatever is missing or damaged. The size and hash of
 every file are compared with the hub's, and kept in download.json, which is written last. The weights are never loaded
@@ -54,7 +54,7 @@ SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # the weigh
 # the weights a second time.
 NEEDED = ['config.json', 'generation_config.json', 'tokenizer*', 'special_tokens_map.json', 'added_tokens.json']
 NEEDED += ['vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model', 'tekken.json', 'chat_template*', 'LICENSE*']
-NEEDED += ['NOTICE*', 'USE_POLICY*', '*.py']  # files that licences refer to; code that only trust_remote_code=True runs
+NEEDED += ['NOTICE*', 'USE_POLICY*', '*.py']  # files that licenses refer to; code that only trust_remote_code=True runs
 TOKENIZERS = [{'tokenizer.json'}, {'tokenizer.model'}, {'vocab.json', 'merges.txt'}, {'vocab.txt'}]
 TOKENIZERS += [{'spiece.model'}, {'tekken.json'}]  # a tokenizer is any one of these sets of files
 WEIGHTS = {'weight_map': {str: bare_name}}  # the form of the index
@@ -228,7 +228,7 @@ def one_line_errors(repo, folder):
     except Exception as error:
         if isinstance(error, errors.GatedRepoError):  # first, since it is a kind of RepositoryNotFoundError
             page = f'https://huggingface.co/{repo}'
-            line = f'accept the licence on {page}, run `hf auth login` with a token of that account, then this again'
+            line = f'accept the license on {page}, run `hf auth login` with a token of that account, then this again'
         elif isinstance(error, errors.RepositoryNotFoundError):
             line = f'model={repo}: no folder, and not on the Hugging Face hub (a private one wants `hf auth login`)'
         elif isinstance(error, errors.RevisionNotFoundError):

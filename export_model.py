@@ -242,7 +242,7 @@ def write_native(folder, language):
 
 
 def write_fine_tuned(folder):
-    """Write config.json and the weights, and copy the folder's other files: tokenizer, licence, code, ..."""
+    """Write config.json and the weights, and copy the folder's other files: tokenizer, license, code, ..."""
     if os.path.exists(os.path.join(pretrained.folder, 'generation_config.json')):
         model.generation_config = transformers.GenerationConfig()  # save_pretrained refuses some models' own
     say_what_is_learned(model.config)

@@ -10,7 +10,7 @@ only a parameter that is not trained keeps its own dtype. Weights are gathered b
 block. Parameters outside of all blocks (embedding, final norm, head) are called the root. A root parameter that is
 larger than a block is a unit of its own, and the others together are one more.
 
-Block i under stage 3, between its neighbours. Time runs to the right, and each line is a stream (on a CPU, gloo's
+Block i under stage 3, between its neighbors. Time runs to the right, and each line is a stream (on a CPU, gloo's
 threads gather and reduce):
 
     forward     gather   | gather i+1  |             backward     gather   | gather i-1  |

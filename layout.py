@@ -9,9 +9,9 @@ Every size is 1 or more, and 1 means that nothing is divided in this way. The ra
 
     ranks = replica x stage x replicate x shard x tensor       from the outermost to the innermost
 
-Ranks with neighbouring numbers are mostly on one node, so those that communicate most are innermost. The other two
-divide what is in these five: ranks that share a sequence (context) are neighbours among the ranks outside of `tensor`,
-and shard weights like any others; ranks that divide the experts of a mixture (expert) are neighbours within `shard`.
+Ranks with neighboring numbers are mostly on one node, so those that communicate most are innermost. The other two
+divide what is in these five: ranks that share a sequence (context) are neighbors among the ranks outside of `tensor`,
+and shard weights like any others; ranks that divide the experts of a mixture (expert) are neighbors within `shard`.
 """
 
 from collections.abc import Callable

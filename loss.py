@@ -101,11 +101,11 @@ def log_softmax(logits, index, here):
     return log_probs, log_prob, logits.gather(1, index)[:, 0].float() - log_prob  # since log_prob = logit - lse
 
 
-def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None, first=0, normalise=log_softmax):
+def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None, first=0, normalize=log_softmax):
     """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first for the logits (n, V).
 
     cap: that of softcapped(), which comes between these logits and the loss. Where ranks share the vocabulary, `first`
-    is the token of the first column, and `normalise` takes the place of log_softmax(): it asks the other ranks.
+    is the token of the first column, and `normalize` takes the place of log_softmax(): it asks the other ranks.
     """
     dtype = logits.dtype
     if cap:
@@ -115,9 +115,9 @@ def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, cap=None, 
     column = targets - first
     here = (column >= 0) & (column < logits.shape[1]) & (targets >= 0)  # (n)
     # What is not here is another rank's. Without other ranks a token beyond the vocabulary is an error of gather().
-    last = None if normalise is log_softmax else logits.shape[1] - 1
+    last = None if normalize is log_softmax else logits.shape[1] - 1
     index, valid = column.clamp(0, last)[:, None], (targets >= 0).float()  # (n, 1) and (n)
-    log_probs, log_prob, lse = normalise(logits, index, here)
+    log_probs, log_prob, lse = normalize(logits, index, here)
     ce_sum = -(log_prob * valid).sum()
     loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
     if not with_gradient:

@@ -80,15 +80,15 @@ def table_of(name, device):
     return levels(name not in UNSIGNED, device)
 
 
-def quantise(numbers, table):
+def quantize(numbers, table):
     """fp32 (..., width) -> codes, uint8 of the same shape, and scales, fp32 (...). Rounds to the nearest value."""
     scales = numbers.abs().amax(-1)
     ratios = numbers / scales.clamp_min(TINY).unsqueeze(-1)
     return torch.bucketize(ratios, table[1], out_int32=True).to(torch.uint8), scales
 
 
-def dequantise(codes, scales, table):
-    """The inverse of quantise(), which gives the same codes and scales again for what this returns."""
+def dequantize(codes, scales, table):
+    """The inverse of quantize(), which gives the same codes and scales again for what this returns."""
     return table[0][codes.int()] * scales.unsqueeze(-1)
 
 
@@ -113,7 +113,7 @@ def chance(index, key):
 
 
 def round_by_chance(numbers, bits):
-    """fp32 -> bfloat16, to one of the two neighbours, the more often the nearer the number is to it. bits: chance().
+    """fp32 -> bfloat16, to one of the two neighbors, the more often the nearer the number is to it. bits: chance().
 
     bfloat16 is the upper half of fp32. Where the lower half, 0 to 65535, and the bits add up to 65536 or more, a carry
     goes into the upper half, which makes it the next number away from 0.
@@ -187,7 +187,7 @@ def in_fp32(slots, name):
     lines, codes, scales = as_lines(found), as_lines(value), as_lines(local(slots[name + SCALES]))
     for columns, blocks, width in stretches(codes.shape[1]):
         some = codes[:, columns].unflatten(1, (-1, width))
-        lines[:, columns] = dequantise(some, scales[:, blocks], table_of(name, value.device)).flatten(1)
+        lines[:, columns] = dequantize(some, scales[:, blocks], table_of(name, value.device)).flatten(1)
     return found
 
 
@@ -202,7 +202,7 @@ def from_fp32(form, parameter, name, value):
         return slots
     lines, codes, scales = as_lines(value), as_lines(local(slots[name])), as_lines(local(slots[name + SCALES]))
     for columns, blocks, width in stretches(codes.shape[1]):
-        some, scales[:, blocks] = quantise(lines[:, columns].unflatten(1, (-1, width)), table_of(name, value.device))
+        some, scales[:, blocks] = quantize(lines[:, columns].unflatten(1, (-1, width)), table_of(name, value.device))
         codes[:, columns] = some.flatten(1)
     return slots
 
@@ -251,7 +251,7 @@ def update(kernel, scalars, width, tables, keys, skip, theta, g, moments, first)
     numbers = []
     for tensors, table in zip(moments, tables, strict=True):
         blocks = tensors[0].unflatten(1, (-1, width))
-        numbers.append(blocks.float() if table is None else dequantise(blocks, tensors[1], table))
+        numbers.append(blocks.float() if table is None else dequantize(blocks, tensors[1], table))
     kernel(theta_blocks, g, *numbers, **scalars)
     if first is not None:
         index = first[:, None] + torch.arange(theta.shape[1], device=theta.device)
@@ -259,7 +259,7 @@ def update(kernel, scalars, width, tables, keys, skip, theta, g, moments, first)
         if table is None:
             found = [round_by_chance(value.flatten(1), chance(index, key))]
         else:
-            codes, scales = quantise(value, table)
+            codes, scales = quantize(value, table)
             found = [codes.flatten(1), scales]
         for tensor, new in zip(tensors, found, strict=True):
             tensor.copy_(new if skip is None else torch.where(skip == 1, tensor, new))

@@ -3,7 +3,7 @@ Muon's update of a matrix, and how ranks share the work: most of it is Newton-Sc
 
     momentum         optim.Muon: m = mu*m + (1-mu)*g and u = (1-mu)*g + mu*m, elementwise on what a rank holds
     gather           each sharded matrix of u goes to one rank, its owner              sharded_muon_updates()
-    orthogonalise    the owner replaces it by roughly U V^T of its SVD                 orthogonalise()
+    orthogonalize    the owner replaces it by roughly U V^T of its SVD                 orthogonalize()
     scatter          each rank gets its rows of the update back
     step             optim.Muon: theta -= lr * (weight_decay*theta + update)
 
@@ -97,7 +97,7 @@ def all_to_all(outgoing, shapes, group):
 
 
 def muon_updates(matrices, split_rows, copies=None):
-    """0.2*sqrt(max(rows, columns)) * orthogonalise(.) of each matrix that is fused in one of `matrices`.
+    """0.2*sqrt(max(rows, columns)) * orthogonalize(.) of each matrix that is fused in one of `matrices`.
 
     copies: process group of the ranks that have the same ones, and divide the work; then it is collective.
     """
@@ -114,7 +114,7 @@ def updates_of(matrices):
     most = FOREACH if matrices and matrices[0].is_cuda else CHUNK
     for batch in batches_of([matrix.shape for matrix in matrices], most):
         rows, columns = matrices[batch[0]].shape
-        found = orthogonalise(torch.stack([matrices[i] for i in batch])).mul_(0.2 * math.sqrt(max(rows, columns)))
+        found = orthogonalize(torch.stack([matrices[i] for i in batch])).mul_(0.2 * math.sqrt(max(rows, columns)))
         for i, update in zip(batch, found, strict=True):
             updates[i] = update
     return updates
@@ -180,7 +180,7 @@ def sends(plan, copies):
     return {'all-gather': (copies - 1) * (2 if plan.on_cuda else FP32) * length}
 
 
-def orthogonalise(matrices):
+def orthogonalize(matrices):
     """Roughly U V^T, for matrices (n, rows, columns) whose singular value decompositions are U S V^T: the singular
     values come out between 0.7 and 1.2.
 
@@ -211,6 +211,6 @@ def deal_out(costs, ranks):
 
 
 def flops(rows, columns):
-    """Of orthogonalise(), with the smaller side m: five times X X^T, its square, and that times X."""
+    """Of orthogonalize(), with the smaller side m: five times X X^T, its square, and that times X."""
     m, n = sorted((rows, columns))
     return 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)

@@ -11,7 +11,7 @@ Optimizers and learning-rate schedules, the norm of the gradients, and the balan
     dana-mk4         ADANA with the long momentum's signal-to-noise ratio clipped      2
     dana-star-mk4    DANA-MK4 for parameters that rarely get a gradient                3
     ademamix         a fast and a slow momentum (arXiv 2409.03137)                     3
-    muon             orthogonalised momentum for hidden matrices, AdamW for the rest   1 (rest: 2)
+    muon             orthogonalized momentum for hidden matrices, AdamW for the rest   1 (rest: 2)
     sgd              the plain gradient, a baseline for memory and arithmetic          0
 
 Everything here runs on plain and on sharded tensors (DTensor) alike, so a parameter keeps its name, its group and its
@@ -591,7 +591,7 @@ class Muon(Elementwise):
     Nesterov momentum mu = 0.95, for matrices theta (rows, columns); the other groups have AdamW:
 
     m = mu*m + (1-mu)*g;   u = (1-mu)*g + mu*m
-    theta -= lr * (weight_decay*theta + 0.2*sqrt(max(rows, columns)) * orthogonalise(u))
+    theta -= lr * (weight_decay*theta + 0.2*sqrt(max(rows, columns)) * orthogonalize(u))
 
     The factor 0.2*sqrt(...) makes updates as large as AdamW's, so that its learning rate and weight decay carry over.
 

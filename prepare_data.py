@@ -386,7 +386,7 @@ if source.chat:  # what the template cannot write is found by the workers, so he
     if line:
         print(line)
 
-if source.labelled:
+if source.labeled:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / 'pairs.partial'
     joined = collections.Counter()

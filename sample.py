@@ -48,7 +48,7 @@ class Config:
     num_samples: int | None = None  # texts per prompt; None = 3, or 1 with chat, prompts or temperature=0 [>= 1]
     batch_size = 16  # texts that are generated at the same time [>= 1]
     max_new_tokens = 200  # the most tokens of a text; an end-of-text token ends it earlier [>= 1]
-    temperature = 0.8  # below 1 favours likely tokens, above 1 evens them out; 0 = always the likeliest token [>= 0]
+    temperature = 0.8  # below 1 favors likely tokens, above 1 evens them out; 0 = always the likeliest token [>= 0]
     # sampling [if temperature]
     top_k = 0  # draw from the k likeliest tokens only; 0 = all [>= 0]
     top_p = 0.95  # draw from the fewest likeliest tokens that together have this probability; 0 = all [>= 0, <= 1]

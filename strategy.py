@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp
 import optim
 from huggingface.finetune import weights_in_compute_dtype
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 
 
 def parallelize(raw_model, run):
@@ -24,9 +24,9 @@ def parallelize(raw_model, run):
     config = run.config
     if config.strategy == 'fsdp':  # by fully_shard, or by fsdp_manual.py
         model = fsdp.shard(raw_model, run.layout.mesh(run.device, config.timeout_s), run)
-        initialise(raw_model, run)  # fp32 master weights; each rank keeps its slice
+        initialize(raw_model, run)  # fp32 master weights; each rank keeps its slice
         return model
-    initialise(raw_model, run)  # the same on every rank
+    initialize(raw_model, run)  # the same on every rank
     if run.world_size == 1:
         return raw_model
     if config.compile:  # as in train_ddp.py, which also says why buffers are not broadcast

@@ -73,7 +73,7 @@ def check(keys, layout, shape):
         )
     if keys['optimizer'] == 'muon':
         raise ValueError(
-            f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
+            f'{given} with optimizer=muon, which orthogonalizes whole matrices: use adamw, or leave it at 1'
         )
     if keys['optimizer_dtype'] == 'int8':
         raise ValueError(
@@ -236,7 +236,7 @@ class SplitHead(Head):
 
     def loss(self, h, y, _):  # on a GPU also uncompiled: torch.compile's kernel does not ask other ranks
         first = self.ranks.rank * self.weight.shape[0]
-        kernel = partial(cross_entropy, first=first, normalise=partial(log_softmax, ranks=self.ranks))
+        kernel = partial(cross_entropy, first=first, normalize=partial(log_softmax, ranks=self.ranks))
         return super().loss(h, y, kernel)
 
 

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import data
 import optim
 from runtime.begin import begin, make_model, order_buckets
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'ddp')  # ranks, device, data; every key that the run needs now has a value
@@ -40,7 +40,7 @@ batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
 # --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device
-initialise(raw_model, run)  # fp32 master weights, the same on every rank
+initialize(raw_model, run)  # fp32 master weights, the same on every rank
 model = raw_model
 if world_size > 1:
     if config.compile:  # dynamo would split blocks at ends of gradient buckets, but DDP's hooks run between blocks

@@ -39,7 +39,7 @@ import data
 import deepspeed_engine
 import optim
 from runtime.begin import begin, make_model
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 from runtime.watch import Watch
 from system import collectives
 from system.files import write_file
@@ -60,7 +60,7 @@ batch_size, global_batch_size = config.batch_size, config.global_batch_size
 raw_model = make_model(run)
 mesh = run.layout.mesh(torch.device('cpu'), config.timeout_s)
 deepspeed_engine.shard_rows(raw_model, mesh)
-initialise(raw_model, run, 'cpu')
+initialize(raw_model, run, 'cpu')
 opt = optim.from_config(raw_model, config, device if config.cpu_offload == 'none' else torch.device('cpu'))
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)

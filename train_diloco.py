@@ -49,7 +49,7 @@ from model import is_load
 from runtime import checkpoint, health
 from runtime.begin import begin, make_model
 from runtime.checkpoint_parts import in_whole
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 from runtime.log import Journal
 from runtime.watch import Watch
 from system import collectives, processes
@@ -76,7 +76,7 @@ if config.expert_parallel > 1:  # experts are sharded over fewer ranks than othe
 model = fsdp.shard(raw_model, mesh, run, experts, expert_mesh)  # by fully_shard, or by fsdp_manual.py
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-initialise(raw_model, run)  # fp32 master weights, the same in every replica
+initialize(raw_model, run)  # fp32 master weights, the same in every replica
 opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 

@@ -31,7 +31,7 @@ import data
 import fsdp
 import optim
 from runtime.begin import begin, make_model
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value
@@ -43,7 +43,7 @@ batch_size, global_batch_size = config.batch_size, config.global_batch_size
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
 mesh = run.layout.mesh(device, config.timeout_s)  # the ranks that shard; with replicate_size also the copies (HSDP)
 model = fsdp.shard(raw_model, mesh, run)  # by fully_shard, or by fsdp_manual.py
-initialise(raw_model, run)  # fp32 master weights; each rank keeps its slice
+initialize(raw_model, run)  # fp32 master weights; each rank keeps its slice
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
 opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so

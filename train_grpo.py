@@ -84,7 +84,7 @@ def advantages_of(rewards):
     """By how much each answer is better than the mean of those to the same prompt: (P, G) -> (P, G). This is the whole
     estimate of its value: where PPO trains a second model for it, GRPO writes several answers."""
     ahead = rewards - rewards.mean(1, keepdim=True)
-    if config.scale_rewards == 'group':  # as in the paper; it favours prompts that are nearly always right or wrong
+    if config.scale_rewards == 'group':  # as in the paper; it favors prompts that are nearly always right or wrong
         ahead = ahead / (rewards.std(1, keepdim=True) + 1e-4)  # as in TRL; without it equal rewards would be 0 / 0
     return ahead
 

@@ -45,7 +45,7 @@ import tensor_manual
 from layout import Ranks, without
 from runtime import health
 from runtime.begin import begin, make_model
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value
@@ -68,7 +68,7 @@ if config.expert_parallel > 1:  # experts are sharded over fewer ranks than othe
     experts = expert_manual.split(raw_model, Ranks.of(expert_mesh['expert']), run.share)
     expert_mesh = without(expert_mesh, 'expert')
 model = fsdp.shard(raw_model, mesh, run, experts, expert_mesh)  # by fully_shard, or by fsdp_manual.py
-initialise(raw_model, run)  # fp32 master weights; each rank keeps its slice
+initialize(raw_model, run)  # fp32 master weights; each rank keeps its slice
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
 opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so

@@ -36,7 +36,7 @@ import tensor_manual
 from layout import Ranks
 from runtime import health
 from runtime.begin import begin, make_model
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'pipeline')  # ranks, device, data; every key that the run needs now has a value
@@ -46,7 +46,7 @@ rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
 # --- STAGE ------------------------------------------------------------------------------------------------------------
-# Ranks that exchange the most get neighbouring numbers: those of a matrix, then the copies of a stage, then the stages.
+# Ranks that exchange the most get neighboring numbers: those of a matrix, then the copies of a stage, then the stages.
 mesh = run.layout.mesh(device, config.timeout_s)
 stage, ranks_of_stage = mesh.get_local_rank('stage'), world_size // stages
 raw_model = make_model(run)  # on the meta device
@@ -59,7 +59,7 @@ model = pipeline_manual.Pipeline(raw_model, mesh, batch_size)
 timetable = pipeline_manual.timetable(stages, chunks, run.layout.micro_steps)
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
-initialise(raw_model, run)  # fp32 master weights of this stage, the same on all its copies
+initialize(raw_model, run)  # fp32 master weights of this stage, the same on all its copies
 opt = optim.from_config(raw_model, config, device, run.share, copies=model.copies)
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)

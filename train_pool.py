@@ -48,7 +48,7 @@ from pool.round_costs import StoreRoundCosts
 from pool.rows import checksums_of_frozen
 from runtime import checkpoint, health
 from runtime.begin import begin, make_model
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 from runtime.log import Journal
 from runtime.watch import NOTHING_DUE, Watch
 from system import errors, processes
@@ -72,7 +72,7 @@ mesh = whole_mesh['shard']  # this job is one replica, and exchanges through fil
 model = fsdp.shard(raw_model, mesh, run)  # by fully_shard, or by fsdp_manual.py
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-initialise(raw_model, run)  # fp32 master weights
+initialize(raw_model, run)  # fp32 master weights
 opt = fsdp.optimizer(raw_model, run)  # its moments in host memory, where cpu_offload says so
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 

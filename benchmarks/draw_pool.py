@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-COLOURS = {'trained': '#0072B2', 'waited': '#E69F00', 'lost': '#D55E00', 'away': '#DDDDDD'}  # Okabe and Ito
+COLORS = {'trained': '#0072B2', 'waited': '#E69F00', 'lost': '#D55E00', 'away': '#DDDDDD'}  # Okabe and Ito
 MARKS = {'joined': ('^', '#009E73'), 'left': ('v', '#000000'), 'killed': ('x', '#D55E00')}
 
 
@@ -36,7 +36,7 @@ def lanes_of(rounds):
     """
     zero = min(delta['began'] for commit in rounds for delta in commit['deltas'])
     place_of = {delta['job']: delta['out_dir'] for commit in rounds for delta in commit['deltas']}
-    lanes = {place: {kind: [] for kind in (*COLOURS, *MARKS)} for place in sorted({*place_of.values()})}
+    lanes = {place: {kind: [] for kind in (*COLORS, *MARKS)} for place in sorted({*place_of.values()})}
     lasts = {entry['job']: commit['round'] for commit in rounds for entry in (*commit['deltas'], *commit['lost'])}
     seen, busy_until, before = set(), {}, 0.0  # jobs; {out_dir: until when its row is drawn}; the outer step before
     for commit in rounds:
@@ -78,22 +78,22 @@ def draw(figure, rounds):
     closes = [commit['time'] - zero for commit in rounds]
     above.vlines(closes, -0.6, len(lanes) - 0.4, color='#999999', linewidth=0.6, zorder=0, label='outer step')
     for number, lane in enumerate(lanes.values()):
-        for kind, colour in COLOURS.items():
+        for kind, color in COLORS.items():
             bars = [(first, last - first) for first, last in lane[kind] if last > first]
             height = 0.12 if kind == 'away' else 0.5
-            above.broken_barh(bars, (number - height / 2, height), color=colour)
-        for kind, (marker, colour) in MARKS.items():
-            above.scatter(lane[kind], [number - 0.38] * len(lane[kind]), marker=marker, color=colour, s=28, zorder=3)
-    for kind, colour in COLOURS.items():
-        above.plot([], [], color=colour, linewidth=2 if kind == 'away' else 7, label=kind)
-    for kind, (marker, colour) in MARKS.items():
-        above.scatter([], [], marker=marker, color=colour, s=28, label=kind)
+            above.broken_barh(bars, (number - height / 2, height), color=color)
+        for kind, (marker, color) in MARKS.items():
+            above.scatter(lane[kind], [number - 0.38] * len(lane[kind]), marker=marker, color=color, s=28, zorder=3)
+    for kind, color in COLORS.items():
+        above.plot([], [], color=color, linewidth=2 if kind == 'away' else 7, label=kind)
+    for kind, (marker, color) in MARKS.items():
+        above.scatter([], [], marker=marker, color=color, s=28, label=kind)
     above.set_yticks(range(len(lanes)), [Path(place).name for place in lanes])
     above.set_ylim(len(lanes) - 0.4, -0.6)
     tokens = [0]
     for commit in rounds:
         tokens.append(tokens[-1] + sum(delta['tokens'] for delta in commit['deltas']))
-    below.step([0, *closes], tokens, where='post', color=COLOURS['trained'])
+    below.step([0, *closes], tokens, where='post', color=COLORS['trained'])
     below.set_ylabel('tokens trained')
     below.set_ylim(0)
     below.set_xlabel('seconds')

@@ -628,7 +628,7 @@ def draw(kernels, path, width=1200, row=16):
     """One step as SVG: a row for each stream, a box for each kernel."""
     begin, end = kernels[0]['ts'], max(event['ts'] + event['dur'] for event in kernels)
     rows = sorted({str(event['tid']) for event in kernels})
-    colours = ['#4269d0', '#efb118', '#ff725c', '#6cc5b0', '#3ca951', '#ff8ab7', '#a463f2', '#9c6b4e']
+    colors = ['#4269d0', '#efb118', '#ff725c', '#6cc5b0', '#3ca951', '#ff8ab7', '#a463f2', '#9c6b4e']
     boxes = []
     for event in kernels:
         name = event['name'].lower()
@@ -638,9 +638,9 @@ def draw(kernels, path, width=1200, row=16):
         )
         x, w = (event['ts'] - begin) / (end - begin) * width, event['dur'] / (end - begin) * width
         y = rows.index(str(event['tid'])) * row
-        boxes.append(f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.2):.2f}" height="{row - 2}" fill="{colours[kind]}"/>')
+        boxes.append(f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.2):.2f}" height="{row - 2}" fill="{colors[kind]}"/>')
     legend = ''.join(
-        f'<text x="{150 * i}" y="{len(rows) * row + 14}" font-size="12" fill="{colours[i]}">{kind}</text>'
+        f'<text x="{150 * i}" y="{len(rows) * row + 14}" font-size="12" fill="{colors[i]}">{kind}</text>'
         for i, kind in enumerate((*KERNEL_KINDS, 'others'))
     )
     size = f'width="{width}" height="{len(rows) * row + 20}"'

@@ -124,7 +124,7 @@ class Rate:
 
 def fit_rate(rates, losses, around=2):
     """
-    The Rate from a parabola in log learning rate, fitted to the best rate tried and `around` neighbours on each side.
+    The Rate from a parabola in log learning rate, fitted to the best rate tried and `around` neighbors on each side.
 
     Losses of several seeds at the same rate are averaged; runs that diverged (nan, inf) count as the worst of all. If
     the best rate tried is at an edge, or the parabola has no minimum between the points, `best` is the best rate tried.

@@ -2,7 +2,7 @@
 Pictures of runs: losses and the load of experts from each run's metrics.jsonl; phases, memory and communication from
 results.json.
 
-The colours are Okabe and Ito's, which can be told apart with every kind of colour blindness; line styles and hatches
+The colors are Okabe and Ito's, which can be told apart with every kind of color blindness; line styles and hatches
 repeat the distinction. Every function writes a PNG for a page of 800 to 1000 pixels, and returns the figure.
 """
 
@@ -20,9 +20,9 @@ from comparison import laws
 from comparison.results import read_rows
 from runtime import PHASES
 
-COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
+COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 LINE_STYLES = ('-', '--', '-.', ':')
-PHASE_COLOURS = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7', '#E69F00')
+PHASE_COLORS = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7', '#E69F00')
 HELD = {'weights': '#0072B2', 'gradients': '#E69F00', 'optimizer': '#009E73'}
 WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication: compute waited for it, or hid it
 LIMIT = 1e-4  # relative difference up to which two losses in fp32 agree
@@ -78,7 +78,7 @@ def plot_losses(runs, output):
     _draw_losses(by_tokens, by_time, {label: pair['loss'] for label, pair in curves.items()})
     for number, pair in enumerate(curves.values()):
         val = pair['val_loss']
-        circles = {'color': COLOURS[number % len(COLOURS)], 'marker': 'o', 'markeredgecolor': 'white', 'linestyle': ''}
+        circles = {'color': COLORS[number % len(COLORS)], 'marker': 'o', 'markeredgecolor': 'white', 'linestyle': ''}
         by_tokens.plot(val['tokens'], val['loss'], **circles)
         by_time.plot(val['seconds'], val['loss'], **circles)
     if any(pair['val_loss']['loss'] for pair in curves.values()):
@@ -89,7 +89,7 @@ def plot_losses(runs, output):
 def plot_keys(runs, keys, output):
     """
     Draw any keys of metrics.jsonl, with a panel for each. A key whose values are lists is drawn as a map for each run,
-    in which colours show the numbers. runs: their out_dirs. Raises ValueError for a key that no run has.
+    in which colors show the numbers. runs: their out_dirs. Raises ValueError for a key that no run has.
     """
     rows_of = {str(run): [row for row in read_rows(run, is_running=True) if 'tokens' in row] for run in runs}
     panels = []  # (key, labels of the runs in it)
@@ -105,9 +105,9 @@ def plot_keys(runs, keys, output):
     for (key, labels), axes in zip(panels, np.ravel(all_axes), strict=True):
         found = {label: [row for row in rows_of[label] if key in row] for label in labels}
         if any(isinstance(row[key], list) for rows in found.values() for row in rows):
-            colours = _draw_map(axes, found[labels[0]], key, 'tokens')
+            colors = _draw_map(axes, found[labels[0]], key, 'tokens')
             axes.set_title(labels[0], loc='left', fontsize=9)
-            figure.colorbar(colours, ax=axes, label=key)
+            figure.colorbar(colors, ax=axes, label=key)
         else:
             for number, (label, rows) in enumerate(found.items()):
                 style = _line(number, len(rows_of)) | ({'marker': 'o'} if len(rows) < 30 else {})
@@ -156,9 +156,7 @@ def plot_rates(rows, output):
         grid = {rate: loss for rate, loss in row['grid'].items() if math.isfinite(loss)}
         axes.plot([*grid], [*grid.values()], marker='o', label=row['label'], **_line(number, len(rows)))
         if 'rate' in row:
-            axes.plot(
-                row['rate']['best'], row['rate']['loss'], '*', markersize=12, color=COLOURS[number % len(COLOURS)]
-            )
+            axes.plot(row['rate']['best'], row['rate']['loss'], '*', markersize=12, color=COLORS[number % len(COLORS)])
     axes.set(xscale='log', xlabel='learning rate', ylabel='validation loss, first seed')
     axes.grid(alpha=0.25)
     return _save(figure, output, columns=4)
@@ -206,7 +204,7 @@ def plot_coordinates(rows, parts, output):
 
 def _line(number, count):
     """The style of line `number` out of `count`. Earlier lines are wider, so they show where later ones cover them."""
-    style = {'color': COLOURS[number % len(COLOURS)], 'linestyle': LINE_STYLES[number % len(LINE_STYLES)]}
+    style = {'color': COLORS[number % len(COLORS)], 'linestyle': LINE_STYLES[number % len(LINE_STYLES)]}
     return {**style, 'linewidth': 1.3 + min(0.5, 3.5 / count) * (count - 1 - number)}
 
 
@@ -281,8 +279,8 @@ def plot_experts(rows_of, output):
         axes.set_xlabel('step')
     panels[-1][2].set_xlabel('its experts, the fullest first')
     labels = ('violation: fullest expert / mean, less 1', 'share of dead experts')
-    for column, (colours, label) in enumerate(zip(maps, labels, strict=True)):
-        figure.colorbar(colours, ax=panels[:, column], location='top', label=label, aspect=30)
+    for column, (colors, label) in enumerate(zip(maps, labels, strict=True)):
+        figure.colorbar(colors, ax=panels[:, column], location='top', label=label, aspect=30)
     if len(shown) < len(rows_of):
         figure.suptitle(f'the {len(shown)} of {len(rows_of)} runs that end least balanced', fontsize=10)
     return _save(figure, output)
@@ -302,7 +300,7 @@ def _draw_map(axes, rows, key, along, most=1.0):
     values = np.array([row[key] for row in rows], dtype=float).T  # (numbers in a list, rows)
     borders = [0, *(row[along] for row in rows)]
     most = max(1.0, most, _largest(values.flat))
-    colours = axes.pcolormesh(
+    colors = axes.pcolormesh(
         borders, np.arange(len(values) + 1) - 0.5, np.ma.masked_invalid(values), cmap='Blues', rasterized=True,
         norm=PowerNorm(0.5, 0, most),  # the root also shows small differences between balanced layers
     )  # fmt: skip
@@ -310,7 +308,7 @@ def _draw_map(axes, rows, key, along, most=1.0):
     axes.invert_yaxis()  # the first layer on top
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    return colours
+    return colors
 
 
 # --- bars -------------------------------------------------------------------------------------------------------------
@@ -321,8 +319,8 @@ def plot_phases(rows, output):
     waited for."""
     figure, (axes,) = _panels(1, 1, height=1.6 + 0.55 * len(rows))
     bars = []
-    for phase, colour in zip(PHASES, PHASE_COLOURS, strict=True):
-        bars.append((phase, [row.get(f'time/{phase}', 0) for row in rows], {'color': colour}))
+    for phase, color in zip(PHASES, PHASE_COLORS, strict=True):
+        bars.append((phase, [row.get(f'time/{phase}', 0) for row in rows], {'color': color}))
     ends = _stack(axes, -0.12, 0.5, bars)
     _write(axes, ends, -0.12, [f'{end:.1f} ms' if end else 'not measured' for end in ends])
     style = {'color': 'white', 'edgecolor': WAITED, 'hatch': '/////'}
@@ -343,9 +341,9 @@ def plot_memory(rows, output):
     pale = {'alpha': 0.45, 'hatch': '....'}
     for offset, word, held, style in ((-0.19, 'predicted', predicted, pale), (0.19, 'measured', measured, {})):
         bars = []
-        for name, colour in HELD.items():
+        for name, color in HELD.items():
             lengths = [(sizes[name] or 0) * scale for sizes in held]
-            bars.append((f'{name}, {word}', lengths, {'color': colour, **style}))
+            bars.append((f'{name}, {word}', lengths, {'color': color, **style}))
         ends = _stack(state, offset, 0.35, bars)
         _write(state, ends, offset, [f'{end:.3g}' if end else f'not {word}' for end in ends])
     state.set_xlabel(f'weights, gradients and optimizer state of a rank ({unit})')

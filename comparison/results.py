@@ -2,7 +2,7 @@
 Read the files that the runs of a comparison wrote, and compute medians, differences of losses, and speed-ups.
 
     runs = results.read_runs('out/compare', plan)    # {label: {repeat: Run}}
-    rows = results.summarise(plan, runs, baseline)   # the rows of results.json, which verdict.py puts in words
+    rows = results.summarize(plan, runs, baseline)   # the rows of results.json, which verdict.py puts in words
 
 A run is compared with the baseline if both have the same MATHEMATICS keys. Otherwise, as with another model or
 optimizer, it is compared with the first run that has the same ones. Speed-ups are ratios within a repeat. The runs of a
@@ -190,7 +190,7 @@ def last_error(console):
 # --- STATISTICS -------------------------------------------------------------------------------------------------------
 
 
-def summarise(plan, runs, baseline):
+def summarize(plan, runs, baseline):
     """
     A row for each label, as in results.json. Keys whose value is not known are left out.
 

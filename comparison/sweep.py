@@ -7,7 +7,7 @@ beyond that edge; then the other seeds run at the best rate.
 
     groups = groups_of(config, train_keys, explicit)
     while todo := next_runs_of_all(folder, groups, config): ...
-    rows = [summarise(group, runs_of(folder, group), config.seeds) for group in groups]
+    rows = [summarize(group, runs_of(folder, group), config.seeds) for group in groups]
     print(cells(rows), facts(rows), ladder(rows))
 """
 
@@ -145,7 +145,7 @@ def next_runs_of_all(folder, groups, config):
     return found
 
 
-def summarise(group, runs, seeds):
+def summarize(group, runs, seeds):
     """
     The row of a group; None if no run of it has ended. runs: from runs_of().
 

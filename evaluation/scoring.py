@@ -92,7 +92,7 @@ def log_likelihoods(
     model: as it is called, wrapped or sharded, in eval mode. requests: [[tasks.Request, ...] of each item]. longest:
     the most tokens of a row. batch_size: requests per rank and forward pass. shares: whether the model's attention
     takes rows with branches. bar: the title of a progress bar; None = no bar. beat: called before each forward pass.
-    ranks_per_batch: how many neighbouring ranks compute each batch together. Batches do not depend on the number of
+    ranks_per_batch: how many neighboring ranks compute each batch together. Batches do not depend on the number of
     ranks, so the log-likelihoods do not, either.
     """
     rank, world_size = dist.get_rank() // ranks_per_batch, dist.get_world_size() // ranks_per_batch

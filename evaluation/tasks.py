@@ -221,12 +221,12 @@ def item_of(line, place, is_own=False):
         raise ValueError(f'{place}: an empty {"choice" if form == "choices" else form}, which has no probability')
     delimiter = row.get('delimiter', ' ')
     if form == 'text':
-        pairs, normalised = [('', row['text'])], [row['text']]
+        pairs, normalized = [('', row['text'])], [row['text']]
     elif form == 'contexts':
-        pairs, normalised = [(context, delimiter + row['continuation']) for context in row['contexts']], row['contexts']
+        pairs, normalized = [(context, delimiter + row['continuation']) for context in row['contexts']], row['contexts']
     else:
-        pairs, normalised = [(row['context'], delimiter + answer) for answer in answers], answers
-    lengths = [[len(text) for text in normalised], [len(text.encode('utf-8', 'replace')) for text in normalised]]
+        pairs, normalized = [(row['context'], delimiter + answer) for answer in answers], answers
+    lengths = [[len(text) for text in normalized], [len(text.encode('utf-8', 'replace')) for text in normalized]]
     chance = row.get('chance', 1 / len(pairs) if several else 0.0)
     texts = (row.get('group'), row.get('description', ''), delimiter)
     return Item(

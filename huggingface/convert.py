@@ -211,7 +211,7 @@ def config_to_transformers(model_config):
         return transformers.LlamaConfig(mlp_bias=model_config.bias, **keys)
     if model_config.n_experts:
         keys |= {theirs: getattr(model_config, ours) for ours, theirs in EXPERT_KEYS.items()}
-        # By default the experts' weights are not normalised. The factor is also used in their loss, which computes the
+        # By default the experts' weights are not normalized. The factor is also used in their loss, which computes the
         # load itself.
         keys |= {'norm_topk_prob': True, 'router_aux_loss_coef': model_config.router_aux}
         return transformers.Qwen3MoeConfig(**keys)

@@ -120,7 +120,7 @@ class ForTraining:
             attention = attention_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout, self.head_dim)
         if attention is not None:
             options['position_ids'] = attention.positions
-            if self.config._attn_implementation == ATTENTION:  # others recognise documents by their positions
+            if self.config._attn_implementation == ATTENTION:  # others recognize documents by their positions
                 if isinstance(attention, MaskedAttention):
                     options['attention_mask'] = attention.mask
                 else:
@@ -437,7 +437,7 @@ def fill_buffers(model, device):
             elif buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
         if unset:
-            # The rule would also initialise the module's parameters, so it gets others on meta in their place. They are
+            # The rule would also initialize the module's parameters, so it gets others on meta in their place. They are
             # whole, for of shards (DTensors) torch draws numbers that all ranks agree on, and warns of that on a CPU.
             parameters = module._parameters
             whole = functools.partial(torch.empty, device='meta')

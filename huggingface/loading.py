@@ -107,7 +107,7 @@ def seen_in_training(pretrained):
 
     def seen(name, rows):
         if dtypes.get(name) == torch.uint8:
-            return nf4.dequantise(nf4.quantise(rows))
+            return nf4.dequantize(nf4.quantize(rows))
         return rows.bfloat16() if dtypes.get(name) == torch.bfloat16 else rows
 
     return seen

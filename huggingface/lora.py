@@ -328,7 +328,7 @@ def fill_rows(local, values):
     """Copy floats into this rank's part of a tensor. They move to its device as they are stored, often in half the
     bytes, and are cast or packed there."""
     values = values.to(local.device)
-    local.copy_(nf4.quantise(values) if local.dtype == torch.uint8 else values)
+    local.copy_(nf4.quantize(values) if local.dtype == torch.uint8 else values)
 
 
 def compute_from_stored(model):

@@ -1,24 +1,24 @@
 """
 Frozen weights in 4 bits: NF4 of QLoRA (arXiv 2305.14314), and the linear layer that computes with them.
 
-    packed = quantise(weight)  # (rows, columns), floats -> (rows, bytes_of(columns)), uint8
-    weight = dequantise(packed, torch.float32)
-    y = frozen_linear(x, packed, bias)  # the same bits as F.linear(x, dequantise(packed, x.dtype), bias)
+    packed = quantize(weight)  # (rows, columns), floats -> (rows, bytes_of(columns)), uint8
+    weight = dequantize(packed, torch.float32)
+    y = frozen_linear(x, packed, bias)  # the same bits as F.linear(x, dequantize(packed, x.dtype), bias)
 
 A code.   The weights of a trained layer look like draws from a normal distribution. A code of 4 bits stands for one of
     16 LEVELS between -1 and 1. They are quantiles of the normal distribution, so they are dense where most weights are,
     and all codes are used about equally often. A weight is its level times the scale of its block.
-A block.  64 neighbours in a row share a scale, which is the largest of their absolute values, as bfloat16. A single
+A block.  64 neighbors in a row share a scale, which is the largest of their absolute values, as bfloat16. A single
     large weight therefore spoils the resolution of only 63 others. For normal weights the error is 9% of the norm.
 A row.    First its codes, two in a byte, then its scales: 64 / 2 + 2 bytes per block, 0.53 per weight.
 
       | 32 bytes of codes | 32 bytes of codes | ... | 2 bytes | 2 bytes | ...      a row of the packed matrix
         block 0             block 1                   scales of blocks 0, 1, ...
 
-So a row is only bytes, and depends on no other row. FSDP cuts matrices between rows, so each rank can quantise the rows
+So a row is only bytes, and depends on no other row. FSDP cuts matrices between rows, so each rank can quantize the rows
 that it reads, and the bits are the same on any number of ranks. Ranks exchange whole rows, which nothing casts on the
-way; if the scales were a parameter of their own, fully_shard would cast them to the dtype of computation. Quantising a
-dequantised row gives its codes again.
+way; if the scales were a parameter of their own, fully_shard would cast them to the dtype of computation. Quantizing a
+dequantized row gives its codes again.
 
 The whole weights exist only during a matmul: y = x W^T needs them, and so does backward, dL/dx = dL/dy W. In between,
 autograd keeps the bytes (FrozenLinear). W is frozen and needs no gradient; LoRA trains beside it.
@@ -54,16 +54,16 @@ def columns_of(size):
     return size // BYTES_OF_BLOCK * BLOCK
 
 
-def quantise(weight):
+def quantize(weight):
     """(rows, columns) of any float dtype -> (rows, bytes_of(columns)), uint8. Takes the level nearest to each weight,
     which is the same on every device."""
     # In pieces, whose temporaries take 100 MB on a GPU, and on a CPU 6 MB, which stay in its cache.
     rows = max(1, (2**24 if weight.is_cuda else 2**20) // weight.shape[1])
-    return torch.cat([quantised(piece) for piece in weight.split(rows)])
+    return torch.cat([quantized(piece) for piece in weight.split(rows)])
 
 
-def quantised(weight):
-    """quantise() for a few rows.
+def quantized(weight):
+    """quantize() for a few rows.
 
     For bfloat16 and float16 weights float32 is enough, because none of them, divided by any scale, is so near to the
     middle between two levels that float32 would round it across (tests/huggingface/test_nf4.py goes through all
@@ -90,7 +90,7 @@ def table_of(device):
 tables = {torch.device('cpu'): table_of('cpu')}  # device -> its table, made once
 
 
-def dequantise(packed, dtype=torch.float32):
+def dequantize(packed, dtype=torch.float32):
     """(rows, bytes) -> (rows, columns): level times scale, computed in fp32 and rounded once, to dtype."""
     if packed.device not in tables:
         tables[packed.device] = table_of(packed.device)
@@ -103,11 +103,11 @@ def dequantise(packed, dtype=torch.float32):
 
 def whole(stored, dtype):
     """A matrix to compute with, from packed rows or from floats of another dtype."""
-    return dequantise(stored, dtype) if stored.dtype == torch.uint8 else stored.to(dtype)
+    return dequantize(stored, dtype) if stored.dtype == torch.uint8 else stored.to(dtype)
 
 
 def gradient_by_input(grad_y, stored, is_transposed):
-    """dL/dx = dL/dy W, with W dequantised, or cast, once more."""
+    """dL/dx = dL/dy W, with W dequantized, or cast, once more."""
     weight = whole(stored, grad_y.dtype)
     return grad_y @ (weight.T if is_transposed else weight)
 

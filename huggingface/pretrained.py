@@ -264,7 +264,7 @@ class Pretrained:
         return found
 
     def keep_files(self, out_dir):
-        """Copy configuration, tokenizer and licence into out_dir when a run begins, so that it no longer needs those of
+        """Copy configuration, tokenizer and license into out_dir when a run begins, so that it no longer needs those of
         init_from. Replaces what an earlier start without a checkpoint has left there. For rank 0."""
         kept = os.path.join(out_dir, KEPT)
         if os.path.abspath(self.folder) == os.path.abspath(kept):
@@ -347,7 +347,7 @@ class Pretrained:
 
 
 def copy_files(folder, to, leave_out=()):
-    """Copy configuration, tokenizer, templates and licence of a model's folder, all but its weights, into another one.
+    """Copy configuration, tokenizer, templates and license of a model's folder, all but its weights, into another one.
     Raises ValueError for a link that leads out of the folder."""
     templates = os.path.join(folder, MORE_TEMPLATES)
     names = os.listdir(folder)

@@ -1,5 +1,5 @@
 """
-How much of a fine-tuned model survives rounding. Neighbouring numbers in bfloat16 are 1/128 to 1/256 of their value
+How much of a fine-tuned model survives rounding. Neighboring numbers in bfloat16 are 1/128 to 1/256 of their value
 apart, so a step of 1e-5 is lost on every weight above 0.005. Most of what a short run has learned is gone once its
 weights are rounded to bfloat16.
 

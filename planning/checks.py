@@ -33,7 +33,7 @@ def check_optimizer(keys):
     """Raise ValueError if the optimizer has no moments that could be stored in optimizer_dtype."""
     optimizer, dtype = keys['optimizer'], keys['optimizer_dtype']
     if dtype != 'float32' and optimizer not in optim.UPDATES:
-        why = 'has no moments' if optimizer == 'sgd' else 'orthogonalises its momentum, which stays float32'
+        why = 'has no moments' if optimizer == 'sgd' else 'orthogonalizes its momentum, which stays float32'
         raise ValueError(
             f'optimizer_dtype={dtype} with optimizer={optimizer}, which {why}: '
             'use --optimizer=adamw, or leave optimizer_dtype out'

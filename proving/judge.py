@@ -274,7 +274,7 @@ def groups_of(ranks):
     for size in range(2, ranks + 1):
         if ranks % size == 0:
             found.append(
-                (size, ' (neighbours)' if size < ranks else '', [[*range(i, i + size)] for i in range(0, ranks, size)])
+                (size, ' (neighbors)' if size < ranks else '', [[*range(i, i + size)] for i in range(0, ranks, size)])
             )
             if size < ranks:
                 apart = ranks // size

@@ -8,7 +8,7 @@ less: planning's reports, huggingface/, and the tasks of evaluation/.
     found = run.join()                      # the process group, and this run's checkpoint; --dry_run ends here
     raw_model = make_model(run)             # on the meta device
     ...                                     # shard it
-    initialise(raw_model, run)              # first_weights.py, unless a checkpoint will be loaded
+    initialize(raw_model, run)              # first_weights.py, unless a checkpoint will be loaded
     step, state = run.resume(raw_model, opt, scaler)
 """
 

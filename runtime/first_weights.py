@@ -2,7 +2,7 @@
 With which weights a run begins: from scratch, those of an earlier run of this project, or of a Hugging Face folder.
 
     open_init_from(run)           # which of them init_from names; the model's keys come from there
-    initialise(raw_model, run)    # once the model is made and sharded
+    initialize(raw_model, run)    # once the model is made and sharded
 """
 
 import os
@@ -264,7 +264,7 @@ def check_frozen_dtype(run):
 
 
 @torch.no_grad()
-def initialise(model, run, device=None):
+def initialize(model, run, device=None):
     """
     Allocate the weights and give them their first values: those of init_from, or from scratch a pure function of
     (seed, name). Weights that are trained are fp32. If resume() will load all of them, they are only allocated.

@@ -397,11 +397,11 @@ def test_a_folder_without_what_is_asked_for_is_one_line(arguments, said, tmp_pat
     assert result.returncode == 1 and said in result.stderr and result.stderr.count('\n') == 1
 
 
-def test_a_comparison_without_a_finished_run_cannot_be_analysed(tmp_path):
+def test_a_comparison_without_a_finished_run_cannot_be_analyzed(tmp_path):
     plan, _ = run_matrix.expand(config(strategies=['ddp']), {})
     results.keep_plan(tmp_path, plan)
     with pytest.raises(ValueError, match='no run '):
-        compare.analyse(tmp_path, plan, 0)
+        compare.analyze(tmp_path, plan, 0)
 
 
 def test_a_disk_that_cannot_be_written_is_one_line(tmp_path):
@@ -436,7 +436,7 @@ def summary(runs, baseline='a', **entries):
     entry = {'strategy': 'ddp', 'script': '', 'overrides': {}, 'world_size': 2}
     plan = {'runs': [{'label': label, **entry, **entries.get(label, {})} for label in runs]}
     runs = {label: every if isinstance(every, dict) else dict(enumerate(every)) for label, every in runs.items()}
-    return {row['label']: row for row in results.summarise(plan, runs, baseline)}
+    return {row['label']: row for row in results.summarize(plan, runs, baseline)}
 
 
 def test_speed_is_the_median_of_medians_after_warm_up_and_speed_ups_are_within_a_repeat():

@@ -635,7 +635,7 @@ def test_every_window_comes_in_every_place_equally_often(n_windows):
     assert abs(chi_squared - freedom) < 5 * (2 * freedom) ** 0.5, (chi_squared, freedom)
 
 
-def test_neighbours_in_the_order_are_no_neighbours_in_the_data():
+def test_neighbors_in_the_order_are_no_neighbors_in_the_data():
     """Over 10 million windows there is no correlation, and steps have every size, as in a random permutation."""
     n_windows = 10**7
     windows = permuted(np.arange(50_000), n_windows, seed=3).astype(float)

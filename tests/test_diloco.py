@@ -378,7 +378,7 @@ def exchange(parameter, outer, delta, step=1):
     return before - outer.fragments[0].anchor
 
 
-def quantised(layout):
+def quantized(layout):
     """For each dtype: the error of the mean, whether all replicas decoded the same bits, and what is not finite."""
     deltas, rows = pseudo_gradients(layout.replicas, 700), {}
     for dtype in codec.BYTES:
@@ -782,7 +782,7 @@ def cases_for(world_size, smaller):
     for function in (
         buckets,
         data_parallel,
-        quantised,
+        quantized,
         error_feedback,
         bf16_parameters,
         traffic,
@@ -990,10 +990,10 @@ def test_buckets_change_no_bit_and_each_is_updated_once(ranks, world_size):
 
 
 @pytest.mark.parametrize('world_size', [2, THREE])
-def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks, world_size):
+def test_a_quantized_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks, world_size):
     """Rounding to a grid of width w has an error of w / sqrt(12). The errors of the replicas are averaged, and then
     their mean is rounded, too."""
-    rows = seen(ranks, world_size, 'quantised')
+    rows = seen(ranks, world_size, 'quantized')
     for dtype, levels in (('float32', None), ('bfloat16', None), ('int8', 127), ('int4', 7)):
         first = rows[0][dtype]
         assert all(row[dtype]['sums'] == first['sums'] for row in rows)

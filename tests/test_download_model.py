@@ -366,7 +366,7 @@ def test_a_terminal_shows_a_bar_over_all_bytes(hub, tmp_path):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_a_gated_model_names_the_licence_page_and_the_login(hub, tmp_path):
+def test_a_gated_model_names_the_license_page_and_the_login(hub, tmp_path):
     hub.gated.add('meta-llama/Tiny-Llama')
     for token in ('', TOKEN):
         line = error_line(download(hub, tmp_path, check=False, HF_TOKEN=token))

@@ -35,7 +35,7 @@ def test_what_is_left_of_the_ranks_is_copies_or_shards_as_the_script_has_it():
 
 
 @pytest.mark.filterwarnings('ignore:Set timeout is now only supported')  # a fake group has none
-def test_neighbours_divide_the_experts_and_ranks_with_the_same_ones_shard_them():
+def test_neighbors_divide_the_experts_and_ranks_with_the_same_ones_shard_them():
     dist.init_process_group('fake', rank=5, world_size=8, store=FakeStore())
     try:
         mesh = layout_of('fsdp', 8, expert=4).expert_mesh(torch.device('cpu'), 60)

@@ -49,7 +49,7 @@ class MetaOps(TorchDispatchMode):
 
 
 def make_model(arch, compute_dtype=torch.float32, seed=0, **changes):
-    """A small model, initialised as the train scripts do it."""
+    """A small model, initialized as the train scripts do it."""
     with torch.device('meta'):
         model = GPT(ModelConfig(arch=arch, **{**SMALL, **changes}), compute_dtype)
     model.to_empty(device='cpu')
@@ -769,7 +769,7 @@ def test_generation_goes_on_from_half_the_context_when_the_cache_is_full():
         assert new[full:] == continue_without_cache(model, tokens[13:25], 13)[: 30 - full]
 
 
-def test_random_draws_of_a_row_do_not_depend_on_its_neighbours_and_the_mode_is_left_alone():
+def test_random_draws_of_a_row_do_not_depend_on_its_neighbors_and_the_mode_is_left_alone():
     model = make_model('llama', dropout=0.5).train()
     randomise(model)
 

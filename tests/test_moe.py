@@ -33,7 +33,7 @@ SMALL |= {'mlp_hidden_dim': 64, 'n_experts': 8, 'experts_per_token': 2}
 
 
 def make_model(**changes):
-    """A small model, initialised as in the train scripts, but with tokens that prefer some experts."""
+    """A small model, initialized as in the train scripts, but with tokens that prefer some experts."""
     with torch.device('meta'):
         model = GPT(ModelConfig(**{**SMALL, **changes}))
     model.to_empty(device='cpu')
@@ -183,7 +183,7 @@ def test_initial_values_are_those_of_any_matrix():
         assert (router.load == 2 / 8).all() and (router.seen == 0).all()
 
 
-def test_muon_orthogonalises_each_expert():
+def test_muon_orthogonalizes_each_expert():
     model = make_model()
     rows = muon.hidden_matrices(model)
     block = model.blocks[0].mlp

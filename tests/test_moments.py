@@ -77,7 +77,7 @@ def test_the_values_of_codes_are_those_of_the_paper_but_for_the_ends(signed):
 def test_codes_are_the_nearest_in_float64(signed, width):
     numbers = signed_or_not(signed, 40, 3, width)
     numbers[0, 0] = 0
-    codes, scales = moments.quantise(numbers, moments.levels(signed, CPU))
+    codes, scales = moments.quantize(numbers, moments.levels(signed, CPU))
     assert torch.equal(scales, numbers.abs().amax(-1))
     values = moments.levels(signed, CPU)[0].double()
     ratios = numbers.double() / scales.double().clamp_min(1e-300).unsqueeze(-1)
@@ -90,18 +90,18 @@ def test_codes_are_the_nearest_in_float64(signed, width):
 @pytest.mark.parametrize('signed', [True, False])
 def test_what_codes_stand_for_is_made_those_codes_again(signed):
     table = moments.levels(signed, CPU)
-    codes, scales = moments.quantise(signed_or_not(signed, 3000, 2, 256), table)
+    codes, scales = moments.quantize(signed_or_not(signed, 3000, 2, 256), table)
     assert not signed or (codes.amin(-1) == 0).float().mean() > 0.4  # in half of the blocks the largest is negative
-    again = moments.quantise(moments.dequantise(codes, scales, table), table)
+    again = moments.quantize(moments.dequantize(codes, scales, table), table)
     assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
 
 
 def test_a_second_moment_does_not_become_0_unless_its_block_is():
     numbers = torch.tensor([[1.0, 1e-12, 0.0], [0.0, 0.0, 0.0]])
     first, second = (moments.table_of(name, CPU) for name in ('exp_avg', 'exp_avg_sq'))
-    found = moments.dequantise(*moments.quantise(numbers, second), second)
+    found = moments.dequantize(*moments.quantize(numbers, second), second)
     assert (found[0] > 0).all() and (found[1] == 0).all()
-    assert moments.dequantise(*moments.quantise(numbers, first), first)[0, 2] == 0
+    assert moments.dequantize(*moments.quantize(numbers, first), first)[0, 2] == 0
 
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ def test_chance_is_the_hash_and_is_spread_evenly():
     for found, key in zip(bits, keys, strict=True):
         assert np.array_equal(found.numpy(), chance_by_numpy(index.numpy(), key))
     assert moments.chance(torch.tensor([0, 1, 2**40]), 12345).tolist() == chance_by_numpy([0, 1, 2**40], 12345).tolist()
-    # 64 bins of 2^18 / 64 = 4096 +- 64 each. Neighbours are not correlated, and neither are consecutive steps.
+    # 64 bins of 2^18 / 64 = 4096 +- 64 each. Neighbors are not correlated, and neither are consecutive steps.
     assert all((torch.bincount(row >> 10, minlength=64) - 4096).abs().max() < 5 * 64 for row in bits)
     uniform = bits.double() / 2**16 - 0.5
     for a, b in ((uniform[:, 1:], uniform[:, :-1]), (uniform[1:], uniform[:-1]), (uniform[:, 40:], uniform[:, :-40])):
         assert abs((a * b).mean() * 12) < 5 / math.sqrt(a.numel())
 
 
-def test_rounding_by_chance_goes_to_a_neighbour_and_is_right_in_the_mean():
+def test_rounding_by_chance_goes_to_a_neighbor_and_is_right_in_the_mean():
     numbers = signed_or_not(True, 500)
     exact = numbers.bfloat16()
     rounded = torch.stack([moments.round_by_chance(numbers, moments.chance(torch.arange(500), k)) for k in range(2000)])

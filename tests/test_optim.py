@@ -354,11 +354,11 @@ def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
     start, gradients = values()
     moved, dtypes = [], []
     for module in (optim, on_gpu):
-        model, orthogonalise = Zoo(), muon.orthogonalise
+        model, orthogonalize = Zoo(), muon.orthogonalize
         for name, parameter in model.named_parameters():
             parameter.data, parameter.grad = start[name].clone(), gradients[name][0].clone()
-        note_dtype = mock.Mock(side_effect=lambda x, f=orthogonalise: dtypes.append(x.dtype) or f(x))
-        with mock.patch.object(muon, 'orthogonalise', note_dtype):
+        note_dtype = mock.Mock(side_effect=lambda x, f=orthogonalize: dtypes.append(x.dtype) or f(x))
+        with mock.patch.object(muon, 'orthogonalize', note_dtype):
             module.make_optimizer(model, 'muon', **KEYS).step()
         moved.append({name: parameter.detach() - start[name] for name, parameter in model.named_parameters()})
     assert dtypes == len(dtypes) // 2 * [torch.float32] + len(dtypes) // 2 * [torch.bfloat16]
@@ -497,13 +497,13 @@ def test_clipping_is_torchs_to_the_bit():
 
 
 @pytest.mark.parametrize('shape', [(40, 60), (60, 40)])
-def test_orthogonalised_matrices_have_singular_values_near_1_together_as_alone(shape):
+def test_orthogonalized_matrices_have_singular_values_near_1_together_as_alone(shape):
     matrices = torch.randn(5, *shape)
-    found = muon.orthogonalise(matrices)
+    found = muon.orthogonalize(matrices)
     for matrix, alone in zip(found, matrices, strict=True):
         singular_values = torch.linalg.svdvals(matrix)
         assert 0.6 < singular_values.min() and singular_values.max() < 1.3
-        assert error(matrix, muon.orthogonalise(alone[None])[0]) <= apart()
+        assert error(matrix, muon.orthogonalize(alone[None])[0]) <= apart()
 
 
 def test_matrices_are_dealt_out_evenly():

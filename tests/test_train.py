@@ -178,7 +178,7 @@ def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_
         assert_agree(runs / name, runs / 'plain', 'val_loss')
         assert largest_difference(runs / name, runs / 'plain', 'grad_norm') <= 1e-4, (
             name
-        )  # queries near 0 are normalised
+        )  # queries near 0 are normalized
 
 
 @pytest.mark.parametrize('arch', slow_but(SHORT, ['enoki', 'llama', 'qwen3']))

@@ -97,12 +97,12 @@ class Muon(torch.optim.Optimizer):
                 u = 0.05 * theta.grad + 0.95 * m
                 rows, columns = theta.shape
                 parts = u.split(columns) if rows == 3 * columns else [u]  # q, k, v
-                update = torch.cat([0.2 * math.sqrt(max(x.shape)) * self.orthogonalise(x) for x in parts])
+                update = torch.cat([0.2 * math.sqrt(max(x.shape)) * self.orthogonalize(x) for x in parts])
                 theta.mul_(1 - group['lr'] * group['weight_decay']).sub_(group['lr'] * update)
 
-    def orthogonalise(self, x):
+    def orthogonalize(self, x):
         if x.shape[0] > x.shape[1]:
-            return self.orthogonalise(x.T).T
+            return self.orthogonalize(x.T).T
         x = x / (x.norm() + 1e-7)
         for _ in range(5):
             x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
@@ -371,7 +371,7 @@ def test_losses_weights_and_health_are_those_of_diloco_by_hand(runs, by_hand_to_
     assert_same_run(column(runs / name, 'loss'), by_hand.loss_curve())
     norms = zip(column(runs / name, 'grad_norm'), by_hand.norms.values(), strict=True)
     *others, worst = sorted(abs(ours - theirs) / theirs for ours, theirs in norms)
-    # 4x1 has one spike (4.5 at step 20, where other norms are 1): there a row of nearly equal numbers is normalised.
+    # 4x1 has one spike (4.5 at step 20, where other norms are 1): there a row of nearly equal numbers is normalized.
     assert others[-1] <= apart(STEPS) and worst <= 1e-2
     assert_close_weights(runs / name, by_hand)
     rows = health(runs / name)

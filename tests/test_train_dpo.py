@@ -585,8 +585,8 @@ def test_good_and_bad_answers_with_a_label_are_joined_to_pairs_of_one_prompt(tmp
         for n, label in ((1, True), (2, True), (1, False), (2, False), (3, True))  # the third has no partner
     ]
     random.Random(0).shuffle(rows)
-    write_rows(tmp_path / 'labelled.jsonl', [*rows, {'prompt': 'B?', 'completion': 'good', 'label': 'yes'}])
-    options = ['--pairs', f'--dataset={tmp_path}/labelled.jsonl', '--tokenizer=bytes', '--num_proc=1', '--name=kto']
+    write_rows(tmp_path / 'labeled.jsonl', [*rows, {'prompt': 'B?', 'completion': 'good', 'label': 'yes'}])
+    options = ['--pairs', f'--dataset={tmp_path}/labeled.jsonl', '--tokenizer=bytes', '--num_proc=1', '--name=kto']
     said = prepare(tmp_path, *options, '--val_fraction=0.3').stdout
     assert '40 pairs of a good and a bad answer' in said and 'opposite one, to be a pair, left out (20)' in said
     assert 'label is neither true nor false, left out (1)' in said
@@ -600,7 +600,7 @@ def test_good_and_bad_answers_with_a_label_are_joined_to_pairs_of_one_prompt(tmp
         assert len({*found}) == len(found) == meta_of(dataset)['splits'][split]['documents']
         prompts[split] = {row[0] for row in found}
     assert len(prompts['train'] | prompts['val']) == 20 and not prompts['train'] & prompts['val']
-    write_rows(tmp_path / 'labelled.jsonl', [row for row in rows if row['label']])
+    write_rows(tmp_path / 'labeled.jsonl', [row for row in rows if row['label']])
     assert 'all 60 rows are left out: rows with a label' in error_of(tmp_path, *options[:-1], '--name=good')
 
 

@@ -258,11 +258,11 @@ def pair_of(row, as_text=False):
     return json.dumps({'chosen': chosen, 'rejected': rejected}, ensure_ascii=False)
 
 
-def labelled_of(row):
+def labeled_of(row):
     """A row with LABELLED as JSON text: [what is asked, as JSON; the answer; whether it is a good one]. Raises
     ValueError with the reason if it is none."""
     row = Row(row)
-    if not are_labelled(row):
+    if not are_labeled(row):
         raise ValueError(f'rows that lack one of the fields {", ".join(LABELLED)}')
     if (is_good := _mark_of(row['label'])) is None:
         raise ValueError('rows whose label is neither true nor false')
@@ -346,7 +346,7 @@ def fields_read(rows, fields=()):
     for row in map(Row, rows):
         with contextlib.suppress(ValueError, TypeError, RecursionError):  # rows of YAML may hold what JSON cannot
             if fields == PREFERENCES:
-                labelled_of(row) if are_labelled(row) else pair_of(row)
+                labeled_of(row) if are_labeled(row) else pair_of(row)
             else:
                 conversation_of(row, fields)
         read |= row.read
@@ -355,14 +355,14 @@ def fields_read(rows, fields=()):
 
 def has_chat_fields(names, fields=()):
     """Whether these field names include those of a conversation."""
-    if fields == PREFERENCES and are_labelled(names):
+    if fields == PREFERENCES and are_labeled(names):
         return True
     if fields:
         return {*fields} <= {*names}
     return any(name in names for name in LISTS) or any(all(name in names for name in pair) for pair in PAIRS)
 
 
-def are_labelled(names):
+def are_labeled(names):
     """Whether rows with these fields are single answers with a label, and no pairs."""
     return {*LABELLED} <= {*names} and not {*PREFERENCES} & {*names}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from system.errors import one_line
-from text.chat_rows import labelled_of, reason_against_text, row_of
+from text.chat_rows import labeled_of, reason_against_text, row_of
 from text.sources import (
     COMPRESSED,
     IN_BRACES,
@@ -546,7 +546,7 @@ def write_pairs(source, path, notes):
     waiting, n_pairs = collections.defaultdict(collections.deque), 0  # {(what is asked, label): [answer, ...]}
     with open(path, 'w', encoding='utf-8') as file:
         for piece in itertools.chain.from_iterable(unit.pieces for unit in units_of(source)):
-            for document in documents_of(piece, None, notes, labelled_of):
+            for document in documents_of(piece, None, notes, labeled_of):
                 asked, answer, label = json.loads(document)
                 if others := waiting[asked, not label]:
                     good, bad = (answer, others.popleft()) if label else (others.popleft(), answer)

@@ -36,7 +36,7 @@ from text.chat_rows import (
     PREFERENCE_PAIRS,
     PREFERENCES,
     TREE,
-    are_labelled,
+    are_labeled,
     fields_known,
     fields_read,
     has_chat_fields,
@@ -113,7 +113,7 @@ class Source:
     text_field: str | None = None
     chat: bool = False  # its rows are conversations
     chat_fields: tuple = ()  # the fields of a conversation, if the user has named them
-    labelled: bool = False  # its rows are single answers with a label, of which write_pairs() makes pairs
+    labeled: bool = False  # its rows are single answers with a label, of which write_pairs() makes pairs
     line: str | None = None  # a line that says how its rows are read
     skipped: list = field(default_factory=list)  # lines 'file: reason'; before them, how many are hidden or empty
     stream: object = None  # datasets.IterableDataset
@@ -327,8 +327,8 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     description = {'name': name, 'files': len(parts), 'bytes': n_bytes, 'sha256': digest.hexdigest()}
     if tail_fraction is not None:
         parts = _cut_tail(parts[0], tail_fraction)
-    labelled = chat_fields == PREFERENCES and are_labelled(names)
-    source = Source(description, parts, n_bytes, text_field, chat, chat_fields, labelled, skipped=skipped)
+    labeled = chat_fields == PREFERENCES and are_labeled(names)
+    source = Source(description, parts, n_bytes, text_field, chat, chat_fields, labeled, skipped=skipped)
     line = _how_chats_are_read(source, names, [row for _, _, rows in found for row in rows]) if chat else None
     source.line = '\n'.join(filter(None, [line, _held_out(parts)])) or None
     return source
@@ -381,7 +381,7 @@ def _how_chats_are_read(source, names, rows):
     others = [name for name in names if name not in read]
     by = f', by their {", ".join(name for name in names if name in read)}' if read else ''
     by += f'; not read: {_listed(others)}' if others else ''
-    if source.labelled:
+    if source.labeled:
         return f'rows are good and bad answers, to be joined to pairs{by}'
     if source.chat_fields == PREFERENCES:
         return f'rows are pairs of a better and a worse answer{by}'
@@ -819,8 +819,8 @@ def stream_source(stream, description, text_field=None, chat=None, chat_fields=(
     parts = [Part(str(shard), 'stream') for shard in range(stream.num_shards)]
     splits = stream.info.splits or {}
     n_rows = splits[description['split']].num_examples if description['split'] in splits else None
-    labelled = chat_fields == PREFERENCES and are_labelled(names)
-    source = Source(description, parts, n_rows, text_field, bool(chat), chat_fields, labelled)
+    labeled = chat_fields == PREFERENCES and are_labeled(names)
+    source = Source(description, parts, n_rows, text_field, bool(chat), chat_fields, labeled)
     source.line = _how_chats_are_read(source, names, rows) if chat else None
     source.stream = stream.select_columns(source.columns(names)).with_format('arrow')
     return source

@@ -679,7 +679,7 @@ def byte_level_bpe(ranks, specials, pattern=None):
 
     letters = {byte: letter for letter, byte in _byte_of_letter().items()}
     spelled = {token: ''.join(letters[byte] for byte in token) for token in ranks}
-    # tiktoken merges the neighbours whose union has the lowest id. In `tokenizers` that is a list of merges with every
+    # tiktoken merges the neighbors whose union has the lowest id. In `tokenizers` that is a list of merges with every
     # way to split each token in two, in the order of the tokens' ids.
     merges = [
         (spelled[token[:cut]], spelled[token[cut:]])
@@ -723,7 +723,7 @@ def write_as_folder(name, folder):
 
 def _load_bpe(path):
     """The tokenizer that train_bpe() has written, run by tiktoken, which takes a tenth of the time. tiktoken merges the
-    neighbours whose union has the lowest id, `tokenizers` the first pair in its list of merges. Both do the same, since
+    neighbors whose union has the lowest id, `tokenizers` the first pair in its list of merges. Both do the same, since
     ids have the order of that list."""
     import tiktoken
 

@@ -35,11 +35,11 @@ def draw(found, theme):
     drawing = Drawing(TOP + ROW * len(STEPS) + 26, f'Where the time of a step goes on one H100: {models}')
     drawing.text(0, 26, 'A training step on one H100', theme.text, bold=True, size=25)
     across, down = 0, 44
-    for words, colour in [*kinds.values(), ('no kernel', theme.line)]:
+    for words, color in [*kinds.values(), ('no kernel', theme.line)]:
         width = 25 + 11 * len(words) + 18
         if across + width > 620:
             across, down = 0, down + 30
-        drawing.box(across, down, 18, 18, colour)
+        drawing.box(across, down, 18, 18, color)
         drawing.text(across + 25, down + 16, words, theme.text)
         across += width
     for number, (name, words) in enumerate(STEPS):
@@ -49,9 +49,9 @@ def draw(found, theme):
         drawing.text(RIGHT, top + 16, f'{step["total"]:.0f} ms', theme.quiet, anchor='end')
         drawing.box(LEFT, top + 26, RIGHT - LEFT, BAR, theme.line)
         begin = 0.0
-        for kind, (_, colour) in kinds.items():
+        for kind, (_, color) in kinds.items():
             end = begin + step['kernels_ms'][kind]
-            drawing.box(x(begin), top + 26, x(end) - x(begin), BAR, colour)
+            drawing.box(x(begin), top + 26, x(end) - x(begin), BAR, color)
             begin = end
         speed = f'{step["tokens_per_sec"]:,.0f} tokens/s, {step["mfu"]:.1%} MFU'
         if name == '124M-gpt2-ddp':

@@ -74,7 +74,7 @@ def power_of_ten(power):
 
 def draw(found, theme):
     legs, alone, changing = found['legs'], found['alone'], found['changing']
-    colours = [theme.blue, theme.orange, theme.green, theme.pink, theme.sky, theme.red, theme.blue]
+    colors = [theme.blue, theme.orange, theme.green, theme.pink, theme.sky, theme.red, theme.blue]
     apart = [abs(a - b) / b for a, b in zip(changing, alone, strict=True)]
     names = ', '.join(name for name, _, _ in legs)
     drawing = Drawing(784, f'A run that changes its layout six times ({names}) has the losses of one left alone.')
@@ -88,23 +88,23 @@ def draw(found, theme):
         drawing.line([(LEFT, y(value)), (RIGHT, y(value))], theme.line, width=1)
         drawing.text(LEFT - 12, y(value) + 7, str(value), theme.quiet, anchor='end')
     drawing.line([(x(step), y(loss)) for step, loss in enumerate(alone, 1)], theme.line, width=11)
-    for colour, (_, first, last) in zip(colours, legs, strict=True):
+    for color, (_, first, last) in zip(colors, legs, strict=True):
         steps = range(max(1, first - 1), last + 1)
-        drawing.line([(x(step), y(changing[step - 1])) for step in steps], colour, width=3)
-    for number, (words, width, colour) in enumerate(
+        drawing.line([(x(step), y(changing[step - 1])) for step in steps], color, width=3)
+    for number, (words, width, color) in enumerate(
         (('left alone, one process', 11, theme.line), ('changed on the way', 3, theme.blue))
     ):
         down = y(high - 0.5 - number)
-        drawing.line([(300, down), (344, down)], colour, width=width)
+        drawing.line([(300, down), (344, down)], color, width=width)
         drawing.text(356, down + 7, words, theme.text)
     drawing.text(0, LOSSES[0] - 18, 'loss', theme.quiet)
 
     # who trained when
-    for number, (colour, (name, first, last)) in enumerate(zip(colours, legs, strict=True)):
+    for number, (color, (name, first, last)) in enumerate(zip(colors, legs, strict=True)):
         top, begin, end = BARS + 34 * number, x(first - 1), x(last)
         if number:
             drawing.line([(begin, y(changing[first - 1]) + 9), (begin, y(low))], theme.line, width=1.5, dashes='2 5')
-        drawing.box(begin, top, end - begin, 22, colour, rx=5)
+        drawing.box(begin, top, end - begin, 22, color, rx=5)
         is_left = end < (LEFT + RIGHT) / 2 + 60
         drawing.text(
             end + 10 if is_left else begin - 10, top + 18, name, theme.text, anchor='start' if is_left else 'end'

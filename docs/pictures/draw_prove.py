@@ -93,13 +93,13 @@ def draw(found, theme):
     for value in range(low, high + 1):
         drawing.line([(LEFT, y(value)), (RIGHT, y(value))], theme.line, width=1)
         drawing.text(LEFT - 12, y(value) + 7, str(value), theme.quiet, anchor='end')
-    for losses, colour, width in ((found['one'], theme.line, 11), (found['two'], theme.blue, 3)):
-        drawing.line([(x(step), y(loss)) for step, loss in enumerate(losses, 1)], colour, width=width)
-    for number, (words, width, colour) in enumerate(
+    for losses, color, width in ((found['one'], theme.line, 11), (found['two'], theme.blue, 3)):
+        drawing.line([(x(step), y(loss)) for step, loss in enumerate(losses, 1)], color, width=width)
+    for number, (words, width, color) in enumerate(
         (('one process', 11, theme.line), ('2 ranks, tensor parallel', 3, theme.blue))
     ):
         down = LOSSES[0] + 22 + 30 * number
-        drawing.line([(300, down), (344, down)], colour, width=width)
+        drawing.line([(300, down), (344, down)], color, width=width)
         drawing.text(356, down + 7, words, theme.text)
 
     y = scale(0, 4, RATIOS[1], RATIOS[0])
@@ -107,13 +107,11 @@ def draw(found, theme):
     for value in range(5):
         drawing.line([(LEFT, y(value)), (RIGHT, y(value))], theme.line, width=1)
         drawing.text(LEFT - 12, y(value) + 7, str(value), theme.quiet, anchor='end')
-    for of, colour in zip(SHOWN, (theme.red, theme.orange, theme.green), strict=True):
-        drawing.line(
-            [(x(step), y(min(ratio, 4))) for step, ratio in enumerate(found['ratios'][of], 1)], colour, width=3
-        )
-    for number, (of, colour) in enumerate(zip(SHOWN, (theme.red, theme.orange, theme.green), strict=True)):
+    for of, color in zip(SHOWN, (theme.red, theme.orange, theme.green), strict=True):
+        drawing.line([(x(step), y(min(ratio, 4))) for step, ratio in enumerate(found['ratios'][of], 1)], color, width=3)
+    for number, (of, color) in enumerate(zip(SHOWN, (theme.red, theme.orange, theme.green), strict=True)):
         across = LEFT + 10 + 150 * number
-        drawing.line([(across, RATIOS[0] + 12), (across + 30, RATIOS[0] + 12)], colour, width=3)
+        drawing.line([(across, RATIOS[0] + 12), (across + 30, RATIOS[0] + 12)], color, width=3)
         drawing.text(across + 40, RATIOS[0] + 19, of, theme.text)
     for value in range(0, len(found['one']) + 1, 20):
         drawing.text(x(max(1, value)), RATIOS[1] + 28, str(max(1, value)), theme.quiet, anchor='middle')

@@ -49,7 +49,7 @@ def rectangles(masks):
                     found.append((first / rows, (row - first) / rows, across, (end - begin) / columns * width))
             first = row
         left += width
-    merged = []  # a rectangle that touches its left neighbour and is as high becomes one with it
+    merged = []  # a rectangle that touches its left neighbor and is as high becomes one with it
     for y, height, x, width in sorted(found):
         if merged and merged[-1][:2] == (y, height) and abs(merged[-1][2] + merged[-1][3] - x) < 1e-9:
             x, width = merged[-1][2], merged.pop()[3] + width
@@ -61,8 +61,8 @@ def draw_placements(found, theme):
     """found: {strategy: [Held of each rank]}."""
     panel, high, across, down = 66, 26, 7, 6  # width and height of a box, and the distances between two
     column, row, top = 310, 150, 92
-    colours = {'weights': (theme.blue, theme.blue2), 'gradients': (theme.orange, theme.orange2)}
-    colours['moments'] = (theme.green, theme.green2)
+    colors = {'weights': (theme.blue, theme.blue2), 'gradients': (theme.orange, theme.orange2)}
+    colors['moments'] = (theme.green, theme.green2)
     about = 'Which part of the weights, gradients and optimizer moments each of 4 ranks holds: ' + ', '.join(found)
     drawing = Drawing(top + 5 * row + 24, about)
     drawing.text(0, 26, 'Which rank holds what', theme.text, bold=True, size=25)
@@ -74,16 +74,16 @@ def draw_placements(found, theme):
             for line, kind in enumerate(held.own):
                 x, y = left + rank * (panel + across), above + 10 + line * (high + down)
                 drawing.box(x, y, panel, high, theme.empty)
-                colour = colours[kind][held.copy]
+                color = colors[kind][held.copy]
                 for part, opacity in ((held.whole, 0.35), (held.own, 1)):
                     places = rectangles(part[kind])
                     places = [(x + a * panel, y + b * high, c * panel, d * high) for a, b, c, d in places]
-                    drawing.boxes(places, colour, opacity)
-    # what the colours are
+                    drawing.boxes(places, color, opacity)
+    # what the colors are
     left, above = column, top + row * (len(found) // 2)
-    for line, (kind, (colour, _)) in enumerate(colours.items()):
+    for line, (kind, (color, _)) in enumerate(colors.items()):
         y = above + 10 + line * (high + down)
-        drawing.box(left, y, panel, high, colour)
+        drawing.box(left, y, panel, high, color)
         drawing.text(left + panel + 14, y + 20, kind, theme.text)
     y = above + row - 6
     drawing.box(0, y, panel, high, theme.blue, opacity=0.35)
@@ -142,14 +142,14 @@ def held_gb():
 def draw_memory(found, theme):
     """found: held_gb()."""
     left, right, top, row = 128, 486, 96, 25  # bars are cut off at the right, and their numbers stand behind them
-    colours = dict(zip(PARTS, (theme.blue, theme.orange, theme.green, theme.quiet), strict=True))
+    colors = dict(zip(PARTS, (theme.blue, theme.orange, theme.green, theme.quiet), strict=True))
     most = 120  # GB at the right end
     x = svg.scale(0, most, left, right)
     drawing = Drawing(top + len(found) * (46 + row * len(LAYOUTS)), 'Memory of a GPU by model and strategy')
     drawing.text(0, 26, f'Memory of each of {GPUS} GPUs', theme.text, bold=True, size=25)
     across = 0
-    for part, colour in colours.items():
-        drawing.box(across, 42, 18, 18, colour)
+    for part, color in colors.items():
+        drawing.box(across, 42, 18, 18, color)
         drawing.text(across + 25, 58, part, theme.text)
         across += 25 + 12.4 * len(part) + 22
     card_begins = top - 10
@@ -166,14 +166,14 @@ def draw_memory(found, theme):
                 for part, gb in parts.items():
                     end = min(begin + gb, most)
                     if end > begin:
-                        drawing.box(x(begin), above + 2, x(end) - x(begin), row - 6, colours[part])
+                        drawing.box(x(begin), above + 2, x(end) - x(begin), row - 6, colors[part])
                     begin = end
                 words = f'{total:,.0f} GB' if total >= 10 else f'{total:.1f} GB'
-                colour = theme.text if total <= CARD_GB else theme.red
+                color = theme.text if total <= CARD_GB else theme.red
                 place = x(min(total, most)) + 8
                 if place < x(CARD_GB) < place + 70:  # not across that line
                     place = x(CARD_GB) + 10
-                drawing.text(place, above + 17, words, colour)
+                drawing.text(place, above + 17, words, color)
             above += row
         above += 12
     drawing.line([(x(CARD_GB), card_begins), (x(CARD_GB), above - 12)], theme.red, width=2.5, dashes='6 5')
@@ -214,10 +214,10 @@ def draw_bytes(found, theme):
     drawing.line([point[name] for name in ('DDP, Muon', 'MuLoCo')], theme.orange, width=1.5, dashes='2 6')
     drawing.line([point[name] for name in ('SparseLoCo, a quarter', 'SparseLoCo, 3%')], theme.green, 1.5, dashes='2 6')
     for run in runs:
-        colour = theme.orange if 'Mu' in run['name'] else theme.green if 'Sparse' in run['name'] else theme.blue
+        color = theme.orange if 'Mu' in run['name'] else theme.green if 'Sparse' in run['name'] else theme.blue
         (mean, low, high), across = run['loss'], x(run['kB'])
-        drawing.line([(across, y(low)), (across, y(high))], colour, width=3)
-        drawing.dot(across, y(mean), 8, colour)
+        drawing.line([(across, y(low)), (across, y(high))], color, width=3)
+        drawing.dot(across, y(mean), 8, color)
         right_by, down_by, anchor = PLACES[run['name']]
         drawing.text(across + right_by, y(mean) + down_by, run['name'], theme.text, anchor=anchor)
     return drawing

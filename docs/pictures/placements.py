@@ -29,7 +29,7 @@ import tensor_manual
 from layout import Layout, Ranks, Share, without
 from model import GPT, ModelConfig
 from planning import roofline
-from runtime.first_weights import initialise
+from runtime.first_weights import initialize
 
 RANKS = 4
 KINDS = ('weights', 'gradients', 'moments')
@@ -156,7 +156,7 @@ def _held(strategy, keys, config, rank):
     run = SimpleNamespace(
         found=None, start=None, pretrained=None, config=config, device=device, home=device, share=share
     )
-    initialise(raw_model, run)
+    initialize(raw_model, run)
 
     # First the weights at rest. Then a step whose gradients are the same numbers; with beta1 = 0 Adam's first moments
     # are the gradients, so they are these numbers, too.

@@ -1,10 +1,10 @@
 """
-Writes SVG for the pictures of README.md and docs/: a few shapes, and colours for light and for dark pages.
+Writes SVG for the pictures of README.md and docs/: a few shapes, and colors for light and for dark pages.
 
     save('layouts', draw)      # draw(theme) returns a Drawing: assets/layouts_light.svg and assets/layouts_dark.svg
 
 A drawing is 600 units wide, on anything from a phone (390 pixels) to a wide screen, so text of 20 units is small print.
-Colours are Okabe and Ito's, which can be told apart with every kind of colour blindness. There is no background, so
+Colors are Okabe and Ito's, which can be told apart with every kind of color blindness. There is no background, so
 that of the page shows.
 """
 
@@ -19,7 +19,7 @@ SMALL, LARGE = 20, 22  # of text
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 # text and quiet: words; empty: boxes that hold nothing; line: axes. The rest are for what is drawn; where two things of
-# one kind must be told apart, the second has the colour whose name ends with 2.
+# one kind must be told apart, the second has the color whose name ends with 2.
 Theme = namedtuple('Theme', 'name text quiet empty line blue orange green red pink sky blue2 orange2 green2')
 LIGHT = Theme(
     'light', '#1f2328', '#59636e', '#e8ecf0', '#c4ccd4',

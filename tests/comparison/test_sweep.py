@@ -135,7 +135,7 @@ def test_the_compute_of_a_run_is_its_tokens_times_the_flops_of_each(tmp_path):
         (out / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, rows)))
         (out / 'config.json').write_text(json.dumps({'world_size': 1, 'flops_per_token': 1e6, 'config': shape}))
         (out / 'DONE').touch()
-    row = sweep.summarise(group, sweep.runs_of(tmp_path, group), [1, 2])
+    row = sweep.summarize(group, sweep.runs_of(tmp_path, group), [1, 2])
     assert (row['tokens'], row['flops'], row['tried']) == (700, 700e6, 2e-3)
     assert row['grid'] == {1e-3: 3.0, 2e-3: 2.0} and row['losses'] == {1: 2.0, 2: 2.5}
 

@@ -65,7 +65,7 @@ RUNS = {  # name: (folder of the model, (script, its arguments), more arguments)
 
 def save_model(folder, config, dtype):
     """Write a folder as the hub has it: a model with random weights, a tokenizer of bytes with a chat template, a
-    licence."""
+    license."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(1)

@@ -143,7 +143,7 @@ def test_what_is_packed_is_what_the_folder_has(models, run_of):
     seen = loading.seen_in_training(pretrained)
     matrix = torch.randn(64, 128)
     name = 'model.layers.0.mlp.down_proj.weight'
-    assert torch.equal(seen(name, matrix), nf4.dequantise(nf4.quantise(matrix)))
+    assert torch.equal(seen(name, matrix), nf4.dequantize(nf4.quantize(matrix)))
     assert torch.equal(seen(name, matrix[7:9]), seen(name, matrix)[7:9])
     assert torch.equal(seen('model.embed_tokens.weight', matrix.bfloat16()), matrix.bfloat16())
 

@@ -53,7 +53,7 @@ def test_the_levels_are_quantiles_of_the_normal_distribution():
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_are_the_nearest_of_all_sixteen_in_float64(dtype):
     weight = some_weights(dtype=dtype) if dtype != torch.float16 else some_weights().clamp(-6e4, 6e4).half()
-    codes, scales = unpacked(nf4.quantise(weight))
+    codes, scales = unpacked(nf4.quantize(weight))
     blocks = weight.double().view(37, 3, 64)
     assert torch.equal(scales, weight.view(37, 3, 64).abs().amax(2).bfloat16().double())
     steps = scales.clone()
@@ -61,9 +61,9 @@ def test_codes_are_the_nearest_of_all_sixteen_in_float64(dtype):
     distances = (blocks[..., None] / steps[..., None, None] - LEVELS).abs()  # to each of 16 levels
     taken = distances.gather(3, codes.view(37, 3, 64, 1))[..., 0]
     assert torch.equal(taken, distances.amin(3))
-    found = nf4.dequantise(nf4.quantise(weight))
+    found = nf4.dequantize(nf4.quantize(weight))
     assert torch.equal(found, (LEVELS.float()[codes].view(37, 3, 64) * scales[..., None].float()).view(37, 192))
-    assert torch.equal(nf4.dequantise(nf4.quantise(weight), torch.bfloat16), found.bfloat16())
+    assert torch.equal(nf4.dequantize(nf4.quantize(weight), torch.bfloat16), found.bfloat16())
     assert not found[3, :64].any() and found[4, 7] == -3
 
 
@@ -85,28 +85,28 @@ def test_float32_finds_the_codes_of_float64_for_all_numbers_of_16_bits(dtype, di
     rows = scales[:, None, None].expand(128, -(-len(weights) // 63), 64).clone()  # each block begins with its scale
     rows[:, :, 1:] = torch.cat((weights, torch.zeros(-len(weights) % 63))).view(1, -1, 63)
     rows = torch.where(rows.abs() > scales[:, None, None], 0, rows).flatten(1)
-    in_float32 = nf4.quantise(rows.to(dtype))
-    assert torch.equal(rows.to(dtype).double(), rows) and torch.equal(in_float32, nf4.quantise(rows))
+    in_float32 = nf4.quantize(rows.to(dtype))
+    assert torch.equal(rows.to(dtype).double(), rows) and torch.equal(in_float32, nf4.quantize(rows))
 
 
 def test_a_large_matrix_is_packed_in_pieces():
     weight = torch.randn(5, 2**19)
-    assert torch.equal(nf4.quantise(weight), torch.cat([nf4.quantised(row[None]) for row in weight]))
+    assert torch.equal(nf4.quantize(weight), torch.cat([nf4.quantized(row[None]) for row in weight]))
 
 
 def test_the_error_on_normal_weights_is_a_tenth_of_them():
     weight = torch.randn(256, 1024)
-    assert 0.09 < (nf4.dequantise(nf4.quantise(weight)) - weight).norm() / weight.norm() < 0.095
+    assert 0.09 < (nf4.dequantize(nf4.quantize(weight)) - weight).norm() / weight.norm() < 0.095
 
 
 @pytest.mark.parametrize('ranks', [2, 3, 5])
 def test_rows_packed_alone_are_those_of_the_whole_and_packing_again_changes_no_bit(ranks):
     weight = some_weights()
-    packed = nf4.quantise(weight)
+    packed = nf4.quantize(weight)
     assert packed.shape == (37, nf4.bytes_of(192)) == (37, 102) and packed.dtype == torch.uint8
     assert nf4.columns_of(packed.shape[1]) == 192
-    assert torch.equal(torch.cat([nf4.quantise(rows) for rows in weight.chunk(ranks)]), packed)
-    assert torch.equal(nf4.quantise(nf4.dequantise(packed)), packed)
+    assert torch.equal(torch.cat([nf4.quantize(rows) for rows in weight.chunk(ranks)]), packed)
+    assert torch.equal(nf4.quantize(nf4.dequantize(packed)), packed)
     with pytest.raises(ValueError, match='rows of 100 weights are not made of blocks of 64'):
         nf4.bytes_of(100)
 
@@ -114,10 +114,10 @@ def test_rows_packed_alone_are_those_of_the_whole_and_packing_again_changes_no_b
 @pytest.mark.parametrize(('is_transposed', 'rows'), [(False, 128), (True, 128), (True, 192)])  # and a square one
 @pytest.mark.parametrize('autocast', [False, True])
 @pytest.mark.parametrize('stored', ['nf4', 'bfloat16'])
-def test_output_and_gradients_are_those_of_the_dequantised_matrix_to_the_bit(stored, autocast, is_transposed, rows):
+def test_output_and_gradients_are_those_of_the_dequantized_matrix_to_the_bit(stored, autocast, is_transposed, rows):
     """For a Linear or Conv1D with LoRA, whose two matrices get gradients, too."""
     weight, generator = some_weights(rows, 192), torch.Generator().manual_seed(1)
-    packed = nf4.quantise(weight) if stored == 'nf4' else weight.bfloat16()
+    packed = nf4.quantize(weight) if stored == 'nf4' else weight.bfloat16()
     plain = nf4.whole(packed, torch.float32)
     inputs, outputs = plain.shape if is_transposed else plain.T.shape
 
@@ -144,7 +144,7 @@ def test_output_and_gradients_are_those_of_the_dequantised_matrix_to_the_bit(sto
 
 
 def test_between_forward_and_backward_the_bytes_alone_are_kept():
-    packed, x = nf4.quantise(some_weights(128, 192)), torch.randn(3, 192, requires_grad=True)
+    packed, x = nf4.quantize(some_weights(128, 192)), torch.randn(3, 192, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         nf4.frozen_linear(x, packed)
@@ -155,7 +155,7 @@ def test_between_forward_and_backward_the_bytes_alone_are_kept():
 def test_compiled_no_whole_matrix_is_kept_either(stored):
     """Tested with the partitioner that all backends of torch.compile use for training."""
     weight = some_weights(128, 192)
-    packed = nf4.quantise(weight) if stored == 'nf4' else weight.bfloat16()
+    packed = nf4.quantize(weight) if stored == 'nf4' else weight.bfloat16()
     x = torch.randn(3, 192, requires_grad=True)
 
     def forward(x, packed):
@@ -176,9 +176,9 @@ def test_compiled_no_whole_matrix_is_kept_either(stored):
 
 @pytest.mark.slow
 def test_compiled_a_weight_moves_as_few_bytes_in_backward_as_in_forward():
-    """Not 22.5 bytes and more, which dequantise() moves one operation after the other."""
+    """Not 22.5 bytes and more, which dequantize() moves one operation after the other."""
     torch._dynamo.reset()
-    packed, x = nf4.quantise(some_weights(1024, 2048)), torch.randn(1, 2048, requires_grad=True)
+    packed, x = nf4.quantize(some_weights(1024, 2048)), torch.randn(1, 2048, requires_grad=True)
     compiled, upstream, moved = torch.compile(nf4.frozen_linear, fullgraph=True), torch.randn(1, 1024).bfloat16(), []
     torch._logging.set_logs(inductor_metrics=True)  # else Inductor does not count
     try:

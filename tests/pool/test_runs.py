@@ -180,7 +180,7 @@ def test_a_storm_and_its_picture(data_dir, tmp_path, keys):
     assert sum(len(lane['trained']) for lane in lanes.values()) == figures['deltas']
     assert sum(len(lane['left']) for lane in lanes.values()) == figures['deltas by jobs that left']
     for lane in lanes.values():  # a row shows one thing at a time
-        bars = sorted(bar for kind in draw_pool.COLOURS for bar in lane[kind] if bar[1] > bar[0])
+        bars = sorted(bar for kind in draw_pool.COLORS for bar in lane[kind] if bar[1] > bar[0])
         assert all(end <= first + 1e-6 for (_, end), (first, _) in itertools.pairwise(bars)), bars
 
 

@@ -186,16 +186,16 @@ def test_bytes_are_the_text_that_they_are_in_utf8(tmp_path):
 
 def test_a_label_is_a_mark_in_every_spelling():
     for label, is_good in ((True, True), (1, True), ('True', True), (False, False), (0.0, False), ('false', False)):
-        labelled = {'prompt': 'q', 'completion': 'a', 'label': label}
-        assert json.loads(chat_rows.labelled_of(labelled))[2] is is_good
-        assert is_good or 'marked as a bad one' in refused(labelled)
-        assert read(labelled, ('prompt', 'completion'))['messages'] == QA
-        labelled = {'messages': QA, 'label': label}
-        assert is_good or 'marked as a bad one' in refused(labelled)
-        assert read(labelled, () if is_good else ('messages',))['messages'] == QA
+        labeled = {'prompt': 'q', 'completion': 'a', 'label': label}
+        assert json.loads(chat_rows.labeled_of(labeled))[2] is is_good
+        assert is_good or 'marked as a bad one' in refused(labeled)
+        assert read(labeled, ('prompt', 'completion'))['messages'] == QA
+        labeled = {'messages': QA, 'label': label}
+        assert is_good or 'marked as a bad one' in refused(labeled)
+        assert read(labeled, () if is_good else ('messages',))['messages'] == QA
     for label in (3, 'geography', ''):
         with pytest.raises(ValueError, match='neither true nor false'):
-            chat_rows.labelled_of({'prompt': 'q', 'completion': 'a', 'label': label})
+            chat_rows.labeled_of({'prompt': 'q', 'completion': 'a', 'label': label})
 
 
 def test_fields_of_other_names_are_read_by_chat_fields():
