@@ -238,7 +238,7 @@ import sys
 sys.path.insert(0, '.')
 import torch
 
-from runtime import checkpoint
+from runtime import checkpoint_saver
 from system import errors
 
 errors.report_errors()
@@ -247,8 +247,8 @@ gpus = torch.cuda.device_count()
 if device != 'cpu' and gpus < int(processes):
     sys.exit(f'error: device={device}: torch {torch.__version__} sees {gpus} GPUs here, the job has {processes}: see '
              f'`nvidia-smi` in a job and whether `bash slurm/setup_env.sh` installed a CUDA build, or use --device=cpu')
-checkpoint.prepare(out_dir)
-checkpoint.claim(out_dir)
+checkpoint_saver.prepare(out_dir)
+checkpoint_saver.claim(out_dir)
 END
 }
 

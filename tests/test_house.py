@@ -238,3 +238,15 @@ def test_a_benchmark_says_its_command_and_has_a_help(path):
     )
     assert result.returncode == 0 and name in result.stdout, result.stdout + result.stderr
     assert name in ast.get_docstring(ast.parse(Path(path).read_text()))
+
+
+@pytest.mark.parametrize('path', [*REPO.glob('*.sh'), *REPO.glob('slurm/*.sh')], ids=lambda path: path.name)
+def test_what_shell_scripts_import_is_there(path):
+    """Nothing imports the Python in a shell script, as in slurm/common.sh, so nothing else sees a rename."""
+    for _, program in re.findall(r"<< ?'(\w+)'\n(.*?)\n\1\n", path.read_text(), re.DOTALL):
+        for module, names in re.findall(r'^from (\w+) import (\w+)$', program, re.MULTILINE):
+            if (file := REPO / module / f'{names}.py').exists():
+                for used in re.findall(rf'\b{names}\.(\w+)', program):
+                    assert re.search(rf'^(def|class) {used}\b', file.read_text(), re.MULTILINE), f'{file}: no {used}'
+            else:
+                assert module not in ROOMS, f'{module}/{names}.py is not there'
