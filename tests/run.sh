@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Format, lint and tests.
 #
-#     bash tests/run.sh                       # 5 minutes on two cores: each lesson, script and mechanism once
+#     bash tests/run.sh                       # some 6 minutes on two cores: every lesson, and every script but DeepSpeed's
 #     bash tests/run.sh --more                # 15 to 30 minutes: all tests but those that are marked slow
 #     bash tests/run.sh --full                # all tests
 #     bash tests/run.sh --full=1/6            # --more, and the slow tests of a sixth of the files: what CI runs, in turns
