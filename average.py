@@ -36,11 +36,11 @@ config, explicit = configure(Config)  # before `import torch`, so --help is quic
 import torch
 from torch import nn
 
+from huggingface.pretrained import copy_files
 from runtime import checkpoint
 from runtime.checkpoint_index import read_index, read_into
 from runtime.checkpoint_saver import Saver
 from system import devices, errors
-from system.files import refuse_link_out
 from text.tokenizer import KEPT
 
 errors.report_errors()
@@ -52,7 +52,7 @@ if os.path.isdir(config.to) and os.listdir(config.to):
 # --- CHECKPOINTS ------------------------------------------------------------------------------------------------------
 newest = checkpoint.choose_to_read(out_dir)
 there = sorted(int(path[-8:]) for path in checkpoint.checkpoints_in(os.path.dirname(newest)))
-steps = sorted(config.steps or there[-config.last :])
+steps = sorted({*(config.steps or there[-config.last :])})
 if len(steps) < 2 or (not config.steps and len(steps) < config.last):
     wanted = len(config.steps) if config.steps else config.last
     advice = 'train_ddp.py --keep_checkpoints=N keeps more' if not config.steps else 'name at least two'
@@ -79,13 +79,14 @@ for key, tensor in mean.items():
 # --- A RUN OF ITS OWN, WITHOUT THE OPTIMIZER'S STATE ------------------------------------------------------------------
 state = checkpoint.read_state(paths[-1]) | {'averaged': steps}
 state = {key: value for key, value in state.items() if key not in ('best', 'reference', 'diloco')}
-os.makedirs(config.to, exist_ok=True)
+unfinished = f'{config.to}.tmp'
+shutil.rmtree(unfinished, ignore_errors=True)
+os.makedirs(unfinished)
 if os.path.isdir(kept := os.path.join(out_dir, KEPT)):  # tokenizer and chat template
-    for name in os.listdir(kept):
-        refuse_link_out(os.path.join(kept, name), kept)
-    shutil.copytree(kept, os.path.join(config.to, KEPT))
+    copy_files(kept, os.path.join(unfinished, KEPT))
 devices.join_ranks(timeout_s=600, device=torch.device('cpu'))
-no_optimizer = SimpleNamespace(state={})
-Saver(config.to, keep=1).save(state['step'], nn.Module(), no_optimizer, state, more=mean)
+saver, no_optimizer = Saver(unfinished, keep=1, say=lambda line: None), SimpleNamespace(state={})
+saver.save(state['step'], nn.Module(), no_optimizer, state, more=mean)
+os.rename(unfinished, config.to)
 print(f'{config.to}: the mean of the checkpoints of steps {", ".join(map(str, steps))}')
 print(f'next: python sample.py --out_dir={shlex.quote(config.to)}')

@@ -56,6 +56,7 @@ numerics=(
     tests/test_validation.py::test_weights_of_an_earlier_run_are_evaluated_at_step_0_and_those_from_scratch_are_not
     tests/test_deepspeed.py::test_every_stage_computes_what_one_process_computes
     tests/test_deepspeed.py::test_a_resumed_run_is_the_same_run
+    tests/test_train_simple.py
     tests/test_train_dpo.py::test_a_run_is_equal_to_a_plain_loop
     tests/test_train_dpo.py::test_layouts_are_equal
     tests/test_train_grpo.py::test_a_run_is_equal_to_a_plain_loop

@@ -1,5 +1,6 @@
 """average.py: the mean of checkpoints in float64, as a run that every script opens and none goes on with."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,7 @@ def test_every_script_opens_it_and_none_goes_on_with_it(run_of, tmp_path, kind):
     [
         (['--last=5'], '5 checkpoints of {run}: there are 2, 4, 6; train_ddp.py --keep_checkpoints=N'),
         (['--steps=2'], 'name at least two'),
+        (['--steps=2,2'], 'name at least two'),
         (['--steps=2,3'], 'take another --step, there are 6, 4, 2'),
         (['--to={run}'], 'exists: delete it, or name another folder with --to=FOLDER'),
     ],
@@ -91,3 +93,13 @@ def test_what_cannot_be_averaged(run_of, tmp_path, keys, words):
     (said,) = refusals([['average.py', f'--out_dir={run}', f'--to={tmp_path}/mean', *keys]])
     assert words.format(run=run) in said
     assert not (tmp_path / 'mean').exists()
+
+
+def test_a_link_out_of_the_run_is_refused_and_no_folder_has_the_final_name(run_of, tmp_path):
+    out_dir, _ = run_of('ddp')
+    run = shutil.copytree(out_dir, tmp_path / 'run')
+    (tmp_path / 'secret').write_text('of this machine')
+    (run / 'model/additional_chat_templates').mkdir()
+    (run / 'model/additional_chat_templates/tool.jinja').symlink_to(tmp_path / 'secret')
+    (said,) = refusals([['average.py', f'--out_dir={run}', '--last=2', f'--to={tmp_path}/mean']])
+    assert 'found a link to' in said and not (tmp_path / 'mean').exists()
