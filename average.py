@@ -64,17 +64,16 @@ for path, index in zip(paths, indices, strict=True):
         raise ValueError(f'{path} has other weights than {paths[-1]}: expected those of one model')
 
 # --- THE MEAN ---------------------------------------------------------------------------------------------------------
-# One tensor after the other, in float64: two models never lie in memory. What is counted in whole numbers is the
-# newest's. A router's bias is averaged with the weights that it was set for.
+# One tensor after the other, in float64: two models never lie in memory. A router's bias and load are averaged with the
+# weights that they were found with.
 mean = {key: entry.empty() for key, entry in indices[-1].items()}
 for key, tensor in mean.items():
     read_into(paths[-1], indices[-1], {key: tensor})
-    if tensor.is_floating_point():
-        total, one = tensor.double(), torch.empty_like(tensor)
-        for path, index in zip(paths[:-1], indices[:-1], strict=True):
-            read_into(path, index, {key: one})
-            total += one
-        tensor.copy_(total / len(paths))
+    total, one = tensor.double(), torch.empty_like(tensor)
+    for path, index in zip(paths[:-1], indices[:-1], strict=True):
+        read_into(path, index, {key: one})
+        total += one
+    tensor.copy_(total / len(paths))
 
 # --- A RUN OF ITS OWN, WITHOUT THE OPTIMIZER'S STATE ------------------------------------------------------------------
 state = checkpoint.read_state(paths[-1]) | {'averaged': steps}
