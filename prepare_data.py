@@ -235,7 +235,7 @@ if source.chat and tokenizer == 'bpe':
 if source.chat and not config.pairs and not os.path.isdir(tokenizer):
     tokenizer = write_as_folder(tokenizer, Path(config.data_dir) / 'tokenizers' / tokenizer)
 tokenizer_facts = describe(tokenizer, config.vocab_size)
-if tokenizer != config.tokenizer and os.path.isdir(config.tokenizer):
+if tokenizer != config.tokenizer and os.path.isdir(config.tokenizer) and os.path.isdir(tokenizer):
     tokenizer_facts['name'] = Path(config.tokenizer).resolve().name
 templates = {}  # {name: text} of those that write the conversations
 if source.chat and config.chat_template:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import transformers
 from chats import messages_of, write_rows
 from fuzzing.cases import small_tokenizer
-from launch import fork_script, function_of, refusals, run_many
-from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics, weights_of
+from launch import TINY_MODEL, TINY_RUN, fork_script, function_of, refusals, run_forked, run_many
+from outputs import as_of_step, assert_same_rows, assert_same_weights, column, complete, metrics, weights_of
 from post_training import (
     as_ours,
     assert_equal_to_trl,
@@ -732,3 +732,26 @@ def test_ten_steps_are_those_of_trl(tmp_path, loss_type, beta, close):
     assert_equal_to_trl(losses, expected, close, model, theirs, 1e-5)
     if loss_type in TRLS_LOSSES:
         assert [losses[0], losses[-1]] == pytest.approx(TRLS_LOSSES[loss_type], abs=5e-5)
+
+
+def test_pairs_and_text_for_a_run_whose_tokenizer_is_a_name_and_no_file(data_dir, tmp_path):
+    """--tokenizer=RUN of a run that learned bytes, as of one that learned tiktoken's gpt2: the name is what it has."""
+    run, log = tmp_path / 'run', tmp_path / 'log'
+    keys = [*TINY_MODEL, *TINY_RUN, '--max_iters=1', '--dataset=tiny']
+    run_forked('train_ddp.py', *keys, f'--data_dir={data_dir}', f'--out_dir={run}', log=log)
+    write_rows(
+        tmp_path / 'rows.jsonl', [{'prompt': f'{n}+1=', 'chosen': f'{n + 1}', 'rejected': '?'} for n in range(40)]
+    )
+    (tmp_path / 'text.txt').write_text('two and two\n' * 200)
+    to_data = [f'--tokenizer={run}', f'--data_dir={tmp_path}/data', '--val_fraction=0.2']
+    for script, name, source in (('train_dpo.py', 'pairs', 'rows.jsonl'), ('train_ddp.py', 'text', 'text.txt')):
+        more = ['--pairs'] if name == 'pairs' else []
+        run_forked('prepare_data.py', f'--dataset={tmp_path}/{source}', f'--name={name}', *to_data, *more, log=log)
+        begin = [
+            f'--init_from={run}',
+            f'--data_dir={tmp_path}/data',
+            f'--dataset={name}',
+            f'--out_dir={tmp_path}/{name}',
+        ]
+        run_forked(script, *begin, *TINY_RUN, '--max_iters=1', log=log)
+        assert complete(tmp_path / name) == [1]
