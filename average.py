@@ -41,6 +41,7 @@ from runtime import checkpoint
 from runtime.checkpoint_index import read_index, read_into
 from runtime.checkpoint_saver import Saver
 from system import devices, errors
+from system.files import rename_durably
 from text.tokenizer import KEPT
 
 errors.report_errors()
@@ -86,6 +87,6 @@ if os.path.isdir(kept := os.path.join(out_dir, KEPT)):  # tokenizer and chat tem
 devices.join_ranks(timeout_s=600, device=torch.device('cpu'))
 saver, no_optimizer = Saver(unfinished, keep=1, say=lambda line: None), SimpleNamespace(state={})
 saver.save(state['step'], nn.Module(), no_optimizer, state, more=mean)
-os.rename(unfinished, config.to)
+rename_durably(unfinished, config.to)
 print(f'{config.to}: the mean of the checkpoints of steps {", ".join(map(str, steps))}')
 print(f'next: python sample.py --out_dir={shlex.quote(config.to)}')
