@@ -23,7 +23,8 @@ that are finished.
 
 import sys
 
-from configurator import configure, say_without_effect
+from conditions import say_without_effect
+from configurator import configure
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ import json
 import os
 from typing import Literal
 
-from configurator import configure, say_without_effect
+from conditions import say_without_effect
+from configurator import configure
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------

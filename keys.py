@@ -21,7 +21,7 @@ no tags of its own:
                 script. No key takes nan or inf.
     [if lora_rank], [if not plan], [if optimizer=sgd], [if loss_type != ipo], [if context_parallel > 1]
                 when the key is read, by the value of another one, in any script. Whoever sets it in vain is told so.
-                A script that lacks the other key reads it always. What no tag can say is in READ_IF below.
+                A script that lacks the other key reads it always. What no tag can say is in READ_IF of conditions.py.
     [may change], ranges and conditions do not take a section's tags from a key. A section's conditions hold for each of
     its keys.
 
@@ -211,6 +211,9 @@ class OuterKeys:
 # The choices of two keys, which optim.py implements.
 OPTIMIZERS, SCHEDULES = (get_args(Keys.__annotations__[key]) for key in ('optimizer', 'lr_schedule'))
 
+# Optimizers whose weight decay is not multiplied by the learning rate.
+DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
+
 # What earlier versions had: {a key, or a value of one: (whether a run with these keys used it, what to do instead)}. It
 # is said to who types it, and to who goes on with a run that used it. The code of commit 83d2e81 has all of it. Like
 # MOVED it is for those who come from version 0.9, and ends with 1.0.
@@ -233,127 +236,4 @@ GONE = {
 # {script: {a key that it had in earlier versions: the script that has it now, and goes on with its runs}}
 MOVED = {
     'train_fsdp.py': dict.fromkeys(('context_parallel', 'tensor_parallel', 'expert_parallel'), 'train_parallel.py')
-}
-
-# When a key is read, where no tag can say it: {scripts: {keys: (what it takes, in words; whether a run has that)}}. For
-# each key that was set in vain, without_effect() of configurator.py makes a line of it. What has neither tag nor row is
-# always read, or its subject refuses it.
-#
-# `run` has the run's final keys as attributes, run.is_given(key) says whether a key was set, and there are facts that
-# are not keys:
-#     transformers  a class of transformers computes the model (init_from without native)
-#     has_dropout   that class has some
-#     has_routers   that class is a mixture whose routers can be balanced
-#     is_chat       the dataset holds conversations
-#     is_hub        the dataset is one of the hub's
-#     is_run        the model is that of a run
-#     ends_at_s     when the Slurm job ends, inf outside of one
-# A key or fact that a script lacks is None. A key whose wish is fulfilled anyway has no line: zero_stage on one rank.
-#
-# A key of a config file is made vain by the file itself, or by what the file could not know: a key of the command line,
-# or the machine. Only of the first one it makes a line. FOLLOWS_FROM = {fact: the keys from which it follows}; '' = the
-# machine decides it.
-MODEL, RUN = 'init_from native', 'out_dir'
-FOLLOWS_FROM = {
-    'transformers': f'{MODEL} {RUN}',
-    'has_dropout': MODEL,
-    'has_routers': MODEL,
-    'is_chat': 'dataset',
-    'is_hub': 'dataset',
-    'is_run': RUN,
-    'eval_sequences': 'eval_sequences eval_iters',
-    'ends_at_s': '',
-    'device': '',
-}
-REFUSED = ('lora_dropout', 'lora_rslora', 'modules_to_save')  # an error: without LoRA all weights would be trained
-IN_WORDS = {  # of a condition on these keys
-    'lora_rank': 'with LoRA: give a --lora_rank, as 16, with a Hugging Face folder as --init_from',
-    'n_experts': 'from scratch with --n_experts',
-    'temperature': 'with a --temperature above 0',
-    'eval_iters': 'without --eval_iters',
-    'out_dir': "with a run's folder as --out_dir",
-}
-DANA = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # their weight decay is not times the learning rate
-READ_IF = {
-    'train_': {
-        'windows': ('on text: conversations are kept whole', lambda run: not run.is_chat or run.windows == 'documents'),
-        'packing': (
-            'on conversations, or on text with --windows=documents',
-            lambda run: run.packing or run.is_chat or run.windows == 'documents' or run.prompts,
-        ),
-        'trust_remote_code': ('with a Hugging Face folder as --init_from', lambda run: run.transformers or run.native),
-        'lr_rule': (
-            'from scratch with --heads, whose rule is not asked if a learning_rate is given',
-            lambda run: run.heads and not run.is_given('learning_rate'),
-        ),
-        'tokens_per_parameter': (
-            'from scratch with --heads, if no max_iters or num_epochs is given',
-            lambda run: run.heads and not run.is_given('max_iters') and not run.is_given('num_epochs'),
-        ),
-        'dataset': (
-            'with dataset_stages that begin later than step 0',
-            lambda run: not run.dataset_stages or run.dataset_stages[0][0] > 0,
-        ),
-        'mlp_hidden_dim': (
-            'without experts, or for the size of those that get no expert_hidden_dim',
-            lambda run: not run.n_experts or not run.is_given('expert_hidden_dim'),
-        ),
-        'router_aux router_z': (
-            'in a mixture: from scratch with --n_experts, or an init_from for which transformers has a balancing loss '
-            '(not with DeepSpeed)',
-            lambda run: run.n_experts or run.has_routers,
-        ),
-        'dropout': (
-            "in a class that has dropout: this one's configuration names none",
-            lambda run: not run.transformers or run.has_dropout,
-        ),
-        'omega': (
-            'in the weight decay of heads and of the DANA family, if no weight_decay is given',
-            lambda run: not run.is_given('weight_decay') and (run.heads or run.optimizer in DANA),
-        ),
-        'kappa delta': (f'with --optimizer={", ".join(DANA)}', lambda run: run.optimizer in DANA),
-        'beta1 beta2': (
-            'with --optimizer=adamw, adamw-decay, ademamix or muon',
-            lambda run: run.optimizer not in (*DANA, 'sgd'),
-        ),
-        'wd_ts': (
-            f'with --optimizer=adamw-decay, {", ".join(DANA)}',
-            lambda run: run.optimizer in ('adamw-decay', *DANA),
-        ),
-        'tf32': ('on a GPU', lambda run: run.device.startswith('cuda')),
-        'stop_before_end_s': ('in a Slurm job with a time limit', lambda run: run.ends_at_s < float('inf')),
-    },
-    'train_grpo.py': {
-        'dataset data_dir dataset_stages val_dataset windows eval_interval eval_sequences eval_iters '
-        'global_batch_size loss_spike_guard': (
-            'in scripts that learn from a dataset: here it is --prompts',
-            lambda run: not run.prompts,
-        ),
-    },
-    'sample.py': {
-        'num_samples': (
-            'with a --temperature above 0: at 0 all samples are the same',
-            lambda run: run.temperature or run.num_samples == 1,
-        ),
-    },
-    'sample.py evaluate.py': {'step': ('for a run: a Hugging Face folder has no steps', lambda run: run.is_run)},
-    'sample.py evaluate.py export_model.py': {
-        'data_dir': ('for a run from scratch', lambda run: not run.transformers),
-        'trust_remote_code': ('for a model of transformers', lambda run: run.transformers),
-    },
-    'prepare_data.py': {
-        'fold_system train_on_input': ('with conversations', lambda run: run.is_chat),
-        'source_config': ('with OWNER/NAME on the hub as --dataset', lambda run: run.is_hub),
-    },
-    'compare.py': {
-        'seeds at_once': (
-            'with a sweep: --sweep, recipes or sizes in a config file',
-            lambda run: run.sweep or run.recipes or run.sizes,
-        ),
-        'inner_steps': ('with diloco among --strategies', lambda run: 'diloco' in run.strategies),
-        'zero_stages': (
-            'with fsdp, fsdp_manual, parallel or deepspeed among --strategies',
-            lambda run: {'fsdp', 'fsdp_manual', 'parallel', 'deepspeed'} & {*run.strategies},
-        ),
-    },
 }

@@ -24,7 +24,8 @@ from there, and the files come out the same to the byte.
 
 from typing import Literal
 
-from configurator import configure, say_without_effect
+from conditions import say_without_effect
+from configurator import configure
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ import expert_manual  # noqa: F401
 import fsdp  # noqa: F401
 import pipeline_manual  # noqa: F401
 import tensor_manual  # noqa: F401
-from configurator import read_knobs
 from dataset.shards import FIRST, LEARNED, write_shard
+from knobs import read_knobs
 from proving.judge import KINDS, Verdict, judge
 from proving.precision import error
 from proving.ranks import RankFailed, run_ranks

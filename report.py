@@ -22,7 +22,8 @@ import traceback
 from importlib import metadata
 from pathlib import Path
 
-from configurator import VERSION, configure, say_without_effect
+from conditions import say_without_effect
+from configurator import VERSION, configure
 from system.files import ROOT, code_version, meant, read_json
 
 

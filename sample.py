@@ -23,7 +23,8 @@ import os
 import sys
 from typing import Literal
 
-from configurator import configure, say_without_effect
+from conditions import say_without_effect
+from configurator import configure
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ import data
 import optim
 from comparison import plots, results
 from comparison.verdict import markdown
-from configurator import Mistake, find, parse, read_knobs
+from configurator import find
+from knobs import Mistake, parse, read_knobs
 from model import GPT
 from runtime.begin import Run
 from runtime.fill import fill_in

@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from configurator import read_knobs
+from knobs import read_knobs
 from runtime import PHASES
 from system.files import ROOT, read_json, write_file
 

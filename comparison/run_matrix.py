@@ -12,7 +12,8 @@ import shlex
 from pathlib import Path
 
 from comparison import results
-from configurator import Mistake, checked, find, read_knobs
+from configurator import find
+from knobs import Mistake, checked, read_knobs
 from layout import accumulation_steps
 from system.files import ROOT, read_json
 

@@ -19,7 +19,7 @@ import statistics
 from pathlib import Path
 
 from comparison import laws, results, run_matrix
-from configurator import Mistake
+from knobs import Mistake
 
 GRID = 'rate: loss, first seed'  # the widest column of the table
 BEYOND = 3  # at most this many rates beyond the grid, on each side

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import read_knobs
+from knobs import read_knobs
 from layout import counted
 from planning import sizes
 from planning.roofline import GPUS, MFU

@@ -18,7 +18,7 @@ import itertools
 from collections import namedtuple
 from pathlib import Path
 
-from configurator import read_knobs
+from knobs import read_knobs
 from layout import Layout
 from model import ModelConfig
 from planning import checks, memory, rules, sizes, strategies, traffic

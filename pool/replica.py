@@ -57,9 +57,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from configurator import read_knobs, refuse_gone
+from configurator import refuse_gone
 from exchange.codec import decode_flat, encode_flat, encoded_bytes
 from keys import GONE
+from knobs import read_knobs
 from pieces import is_finite
 from pool.ledger import Ledger
 from pool.objects import COMMIT, POOL, SNAPSHOT, read_object, refuse_commit, refuse_ledger

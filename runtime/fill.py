@@ -15,8 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import optim
-from configurator import without_effect
-from keys import DANA
+from conditions import DANA, without_effect
 from layout import Layout, choose_sizes
 from model import ModelConfig
 from planning import checks

@@ -9,8 +9,9 @@ import json
 from types import SimpleNamespace
 
 import optim
-from configurator import refuse_gone, shown, tagged
-from keys import DANA
+from conditions import DANA
+from configurator import refuse_gone, tagged
+from knobs import shown
 
 
 def identity_of(keys, shape, train_data):

@@ -17,7 +17,7 @@ from launch import REPO, environment, run_script
 
 import compare
 from comparison import results, run_matrix, verdict
-from configurator import read_knobs
+from knobs import read_knobs
 from planning import memory, sizes
 
 # Stands in for a train script: `python fake.py train_ddp.py --key=value ...` leaves what a run would leave, at once.

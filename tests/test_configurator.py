@@ -12,20 +12,13 @@ import sys
 import pytest
 from launch import REPO, TINY_MODEL, environment, fork_script, run_script
 
+import conditions
 import keys
-from configurator import (
-    Mistake,
-    checked,
-    closest,
-    conditions_of,
-    parse,
-    read_knobs,
-    run_config_file,
-    tagged,
-    without_effect,
-)
+from conditions import conditions_of, without_effect
+from configurator import closest, run_config_file, tagged
 from huggingface.pretrained import Pretrained
 from keys import GONE
+from knobs import Mistake, checked, parse, read_knobs
 from model import ModelConfig
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
@@ -587,7 +580,7 @@ def test_a_key_that_is_set_and_not_read_says_so(script, setting, read, unread):
 def test_these_are_all_keys_whose_condition_no_tag_says():
     declared = {
         (script, key)
-        for scripts, rows in keys.READ_IF.items()
+        for scripts, rows in conditions.READ_IF.items()
         for script in SCRIPTS
         if script.startswith(tuple(scripts.split()))
         for key in ' '.join(rows).split()
@@ -629,7 +622,7 @@ def test_a_key_is_read_if_its_tags_say_so(script):
                 try:
                     said = without_effect(script, config, {key: 'command line'})
                 except ValueError as error:
-                    said = [f'WARNING: {error}'] * (key in keys.REFUSED)
+                    said = [f'WARNING: {error}'] * (key in conditions.REFUSED)
                 assert len(said) == (value in unmet), (key, deciding, value, said)
                 words = rf'WARNING: {key}=.* has no effect here, only .*\bwith(out)?\b.*--{deciding}\b'
                 assert all(re.match(words, line) for line in said), said
@@ -933,7 +926,7 @@ def test_help_into_a_pipe_that_closes_early_says_nothing_more():
 def test_configurator_needs_nothing_but_the_standard_library():
     code = 'import configurator, sys; print(*sorted({name.split(".")[0] for name in sys.modules}))'
     result = subprocess.run([sys.executable, '-S', '-c', code], cwd=REPO, capture_output=True, text=True, check=True)
-    loaded = set(result.stdout.split()) - {'configurator', 'keys', '__main__'}
+    loaded = set(result.stdout.split()) - {'configurator', 'keys', 'knobs', '__main__'}
     assert loaded <= sys.stdlib_module_names
 
 
@@ -950,7 +943,7 @@ def test_another_torch_than_the_requirements_allow_is_one_line(error, run, tmp_p
 
 
 def test_a_script_without_its_packages_names_the_command_that_brings_them(tmp_path):
-    for name in ('configurator.py', 'keys.py', 'requirements.txt', 'train_ddp.py'):
+    for name in ('configurator.py', 'keys.py', 'knobs.py', 'requirements.txt', 'train_ddp.py'):
         shutil.copy(REPO / name, tmp_path)
 
     def ended():

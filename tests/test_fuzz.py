@@ -13,8 +13,9 @@ from fuzzing import checkpoints as fuzzing_checkpoints
 from fuzzing import foreign as fuzzing_foreign
 from fuzzing import keys as fuzzing_keys
 
+import conditions
 import configurator
-import keys
+import knobs
 from dataset import shards
 from huggingface import loading, self_test
 from runtime import checkpoint, checkpoint_index, dcp_files
@@ -152,7 +153,7 @@ def test_a_link_that_leads_out_of_a_folder_is_noticed(monkeypatch):
 
 def test_a_range_that_is_not_checked_or_not_declared_is_noticed(monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(configurator, 'is_outside', lambda number, bounds: False)
+        patched.setattr(knobs, 'is_outside', lambda number, bounds: False)
         assert any('was taken' in line for line in failures('keys', 60))
     read = configurator.read_knobs
     monkeypatch.setattr(fuzzing_keys, 'knobs_of', lambda script: without_ranges(read(script)))
@@ -168,9 +169,9 @@ def without_ranges(knobs):
 @pytest.mark.parametrize('is_read', [True, False])
 def test_a_key_that_is_wrongly_taken_for_read_or_unread_is_noticed(monkeypatch, row, is_read):
     if row == 'tags':
-        monkeypatch.setattr(configurator, 'condition', lambda key, *tag: (f'with --{key}', lambda run: is_read))
+        monkeypatch.setattr(conditions, 'condition', lambda key, *tag: (f'with --{key}', lambda run: is_read))
     else:
-        rows = keys.READ_IF['train_']
+        rows = conditions.READ_IF['train_']
         monkeypatch.setitem(rows, row, (rows[row][0], lambda run: is_read))
     monkeypatch.setattr(fuzzing_keys, 'check_values', fuzzing_keys.check_effect)  # draw these alone
     monkeypatch.setattr(fuzzing_keys, 'TABLE', {'prefetch': fuzzing_keys.TABLE['prefetch']})

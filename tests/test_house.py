@@ -34,8 +34,8 @@ FLOORS = [
     {'text'},
     {'dataset', 'exchange'},
     {'system'},
-    {'configurator.py', 'offload.py', 'optim.py'},
-    {'muon.py'},
+    {'conditions.py', 'configurator.py', 'offload.py', 'optim.py'},
+    {'knobs.py', 'muon.py'},
     {'model.py', 'layout.py', 'moments.py'},
     {'keys.py', 'attention.py', 'experts.py', 'loss.py', 'other_names.py', 'pieces.py'},
 ]
@@ -70,9 +70,11 @@ def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
     at_the_top = {path.name for path in REPO.glob('*.py')}
     assert at_the_top == SCRIPTS | STRATEGY | FSDP | LESSONS | SHARED | {
         'attention.py',
+        'conditions.py',
         'configurator.py',
         'experts.py',
         'keys.py',
+        'knobs.py',
         'layout.py',
         'loss.py',
         'model.py',
@@ -121,6 +123,7 @@ def test_the_page_to_try_an_idea_in_reads_the_model_the_data_and_the_optimizer_a
         'data.py',
         'dataset',
         'keys.py',
+        'knobs.py',
         'layout.py',
         'loss.py',
         'model.py',

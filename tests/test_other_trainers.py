@@ -6,7 +6,8 @@ import pytest
 from launch import REPO, run_script
 
 import other_names
-from configurator import read_knobs, translated
+from configurator import translated
+from knobs import read_knobs
 from other_names import OTHER_NAMES
 
 KNOBS = {path.name: knobs for path in sorted(REPO.glob('*.py')) if (knobs := read_knobs(path))}

@@ -6,8 +6,8 @@ import pytest
 from launch import REPO, refusals, run_forked
 from outputs import column, complete
 
-from configurator import read_knobs
 from keys import Keys
+from knobs import read_knobs
 
 # config/quickstart.py's run, smaller; quickstart's schedule falls to 0, as train_simple.py's does
 KEYS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--global_batch_size=4', '--max_iters=5']

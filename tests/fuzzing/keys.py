@@ -15,18 +15,20 @@ import sys
 import types
 from pathlib import Path
 
+import conditions
 import configurator
 from fuzzing.cases import Refused, Wrong, check, some
+from knobs import read_knobs
 
 REPO = Path(__file__).resolve().parent.parent.parent
-SCRIPTS = [path for path in sorted(REPO.glob('*.py')) if configurator.read_knobs(path)]
+SCRIPTS = [path for path in sorted(REPO.glob('*.py')) if read_knobs(path)]
 HUGE = (1e300, -1e300, 10**30, -(10**30))
 WORDS = ('', 'x', 'auto', '[]', '1,2', '(1, 2)', '{}', '1e', '--1', '0x10', '1_0', 'None,None', "'1'", '٣', 'nan,1')
 
 
 @functools.cache
 def knobs_of(script):
-    return configurator.read_knobs(script)
+    return read_knobs(script)
 
 
 def check_keys(draw, folder):
@@ -195,7 +197,7 @@ def check_effect(draw, folder):
         except ValueError as error:  # there is no fit for this optimizer
             raise Refused(str(error)) from None
     keys[key] = value
-    lines = configurator.without_effect(script.name, config, {key: 'command line', **explicit})
+    lines = conditions.without_effect(script.name, config, {key: 'command line', **explicit})
     mine = [line for line in lines if f'{key}=' in line]
     if len(mine) != (not is_read):
         raise Wrong(f'{key} is {"read" if is_read else "not read"}, and the run says {mine}: {keys["optimizer"]}')

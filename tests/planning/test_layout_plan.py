@@ -8,7 +8,7 @@ from launch import REPO, run_script
 
 import compare
 import pipeline_manual
-from configurator import read_knobs
+from knobs import read_knobs
 from planning import report, roofline, sizes, traffic
 
 KEYS = {'arch': 'llama', 'n_layer': 8, 'n_head': 8, 'n_kv_head': 4, 'n_embd': 256, 'vocab_size': 1024}

@@ -13,10 +13,10 @@ from pretrained import save_model
 from router_weights import first_weights
 
 import prove
-from configurator import read_knobs
 from dataset.shards import read_shard, write_shard
 from huggingface.finetune import OWN_ATTENTION
 from keys import Keys
+from knobs import read_knobs
 from model import GPT
 
 WORDS = {

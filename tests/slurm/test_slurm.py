@@ -22,7 +22,7 @@ from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, free_ports, 
 from outputs import column, weights_of
 
 from benchmarks.runs import end_with_parent
-from configurator import read_knobs
+from knobs import read_knobs
 
 # What each script requests: (GPUs per node, cores, longest time limit in hours, nodes).
 REQUESTS = {
