@@ -6,7 +6,9 @@ line. Anything else is a bug and keeps its traceback.
 """
 
 import atexit
+import contextlib
 import errno
+import faulthandler
 import io
 import os
 import re
@@ -50,6 +52,8 @@ def report_errors(out_of_memory_advice=None, prints_result=False):
             os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)  # 130: as shells say it
 
     sys.excepthook = hook
+    with contextlib.suppress(OSError, ValueError):  # stderr may be no file
+        faulthandler.enable()  # a crash in native code, which raises nothing, says which line of Python it was in
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(errors='backslashreplace')  # as for stderr: names of files may not be UTF-8
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as configure() leaves it

@@ -427,7 +427,8 @@ def run_forked(script, *arguments, nproc=1, log, **env):
     """Run a script in nproc forked ranks, all of which have to exit with 0. Returns what they printed."""
     job = Job(script, arguments, nproc, log, **env)
     codes = job.wait()
-    assert codes == [0] * nproc, f'{script} {" ".join(map(str, arguments))} ended with {codes}\n{job.text()}'
+    command = f'{script} {" ".join(map(str, arguments))}'
+    assert codes == [0] * nproc, f'{command}\n{job.text()}\nended with {codes}'  # last: of a long text CI shows the end
     return job.text()
 
 

@@ -228,11 +228,11 @@ FULL = [pytest.param(kind, marks=pytest.mark.slow) for kind in [*MODELS, *MORE_M
 def test_a_batch_says_what_transformers_says_to_each_prompt_alone(kind, tmp_path):
     import transformers
 
-    folder = save_model(tmp_path, kind)
+    folders = (save_model(tmp_path / str(draw), kind, draw=draw) for draw in range(20))
+    folder = next(folder for folder in folders if gap_of_text(loaded(folder), ASKED, 25) > MARGIN)
     model = loaded(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = []
-    assert gap_of_text(model, ASKED, 25) > MARGIN
     for prompt in ASKED:
         ids, options = torch.tensor([prompt]), {'max_new_tokens': 25, 'do_sample': False, 'eos_token_id': None}
         written = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)

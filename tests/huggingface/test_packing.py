@@ -152,13 +152,28 @@ def test_the_self_test_sees_that_attention_counts_columns(tmp_path):
     assert re.search('llama4_text computes a document in the middle .*--packing=False gives each', said)
 
 
+@torch.no_grad()
+def rounding_moves_logits(folder, dtype):
+    """By which part of their norm rounding to dtype moves the logits of three in four tokens in transformers' class."""
+    import transformers
+
+    x = torch.randint(VOCABULARY, (1, POSITIONS), generator=torch.Generator().manual_seed(4))
+    rounded, exact = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=each).eval()(x, use_cache=False).logits
+        for each in (dtype, torch.float32)
+    )
+    return self_test.logits_differ(rounded.float(), exact, exact=False)
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_the_self_test_sees_that_a_router_chooses_other_experts(tmp_path, alone, dtype):
     def without_jitter(model):
         for module in model.jittered:
             module.router_jitter_noise = 0.0
 
-    folder = save_model(tmp_path, 'phimoe', router_jitter_noise=0.1)
+    # In bfloat16 a near tie of the routers sends a token to another expert, in transformers' class as well.
+    folders = (save_model(tmp_path / str(draw), 'phimoe', draw=draw, router_jitter_noise=0.1) for draw in range(20))
+    folder = next(folder for folder in folders if rounding_moves_logits(folder, dtype) < 0.05)
     assert 'logits are those of' in of_self_test(folder, dtype, False)
     assert 'logits differ from those of the folder' in of_self_test(folder, dtype, False, without_jitter)
 

@@ -3,8 +3,12 @@ test_train_diloco.py."""
 
 import json
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
+from launch import REPO
 from torch.distributed import DistBackendError, DistNetworkError
 
 from system import errors, stopping
@@ -83,3 +87,10 @@ def test_of_several_errors_that_end_a_run_the_first_is_kept_for_the_next_start(t
     for line in ('the cause', 'what another rank made of it'):
         stopping.note_error(line)
     assert stopping.read_starts() == {**before, 'error': 'the cause'}
+
+
+def test_a_crash_in_native_code_says_in_which_line_it_was():
+    code = 'import ctypes\nfrom system import errors\nerrors.report_errors()\nctypes.string_at(0)'
+    ended = subprocess.run([sys.executable, '-c', code], cwd=REPO, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGSEGV
+    assert 'Segmentation fault' in ended.stderr and 'File "<string>", line 4' in ended.stderr
