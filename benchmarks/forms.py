@@ -1,12 +1,35 @@
 """
 Parts of a step in several forms, side by side: what the lessons compute now, what they computed before a change, and
-forms that wait for a card to show that they pay. docs/gpu.md says what each letter stands for and what it should gain.
+forms that would make the code longer and wait until a card shows that they pay.
 
     python benchmarks/gpu.py --only='forms of'
 
 Each function is a check of benchmarks/gpu.py, as those of benchmarks/gpu_checks.py. `without` a letter is the form
 before, `with` one is a form that waits. They take turns in one process, where a clock that slows down slows all alike.
 Forms return what they compute, so that a form that computes something else shows.
+
+Gains in ms per step, expected from counts on a CPU: of GPT-2 124M (67 ms on an H100) and Llama 1B under ddp (226 ms).
+In the code; A, B, C and G change the rounding:
+
+    A   2.3         3.1         the head's gradient accumulates inside its matmul, in chunks four times as large
+    B   0.2         1.8         AdamW's kernel clips as it reads the gradients: 32 bytes per element instead of 36
+    C   1.1         0.6         the loss finds the largest and the sum of a row in one pass, and writes its gradient
+                                into the logits: 6 bytes per bfloat16 logit instead of 8, 2 in memory instead of 6
+    D   0.4 to 0.9  0.7 to 1.7  tokens come before heads in rotated queries and keys (Llama): one tensor less is kept,
+                                0.6 and 1.1 GB
+    G   0.1         1.3 to 1.9  under DDP weights' gradients leave their matmuls in fp32
+
+Waiting:
+
+    E   0.2         0.5         the loss's kernel multiplies by what backward multiplies by; gradients are equal to the
+                                bit if the number of targets is a power of two
+    F   0.3         0.2         the embedding and the last norm are compiled: 6 of their 14 operators only cast
+    H   0.2         0.5         the embedding's gradient is added to the tied head's: 16 bytes less per element
+    I   0.5         ?           Inductor tries more sizes of tiles in blocks (coordinate_descent_tuning)
+    J               3.6         fsdp_manual.py on one rank, where train_ddp.py is better, gathers nothing in backward
+    F5              2.2         float8 keeps transposed inputs for backward. Its bytes argue against it: 667 kB per
+                                token instead of 663, and 67 to keep, not 54 (benchmarks/kernels.py --float8 --with_f5)
+    F6              1.3         float8 finds weights' amax in Adam's pass: 4 bytes less per element of the blocks
 """
 
 import contextlib
