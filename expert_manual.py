@@ -80,10 +80,6 @@ def check(keys, layout, shape):
             f'{given} does not divide n_experts={n_experts} and the {layout.shard} {of}: use one of {divisors}, or '
             'start other ranks'
         )
-    if keys['optimizer'] == 'muon':
-        raise ValueError(
-            f'{given} with optimizer=muon, which sends all matrices round the same ranks: use adamw, or leave it at 1'
-        )
     if keys['activation_checkpointing'] == 'selective' and keys['fsdp_impl'] == 'torch':
         raise ValueError(
             f'{given} with activation_checkpointing=selective: fully_shard gathers experts inside of what is '

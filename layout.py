@@ -203,6 +203,7 @@ class Share:
     is not in it: a DTensor says so itself."""
 
     slices: dict = field(default_factory=dict)  # {name: Slice}, where the rank has some rows or columns
+    tensor: Ranks | None = None  # tensor parallelism: the ranks that have the other parts of the same matrices
     elsewhere: frozenset = frozenset()  # names that other stages of a pipeline hold
     of_base: frozenset = frozenset()  # frozen weights that init_from has, so that checkpoints leave them out
     first_value: Callable | None = None  # in place of the model's own initial_value

@@ -10,19 +10,44 @@ Muon's update of a matrix, and how ranks share the work: most of it is Newton-Sc
 Gather and scatter are one all-to-all each per step, for all matrices together. With copies of the shards (HSDP) each
 copy does this for itself. Of whole matrices (DDP) each rank has the momentum already, so the ranks deal them out, and
 only the updates travel, in one all-gather: dealt_updates().
+
+With tensor parallelism, what FSDP shards or DDP copies is only a part of a matrix. Its owner then has that part, and
+gathers and scatters once more, among the tensor-parallel ranks: updates_of_parts(). With expert parallelism an expert's
+matrices go round the ranks that hold this expert, in collectives of their own.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from layout import FP32
 from model import Attention
 from pieces import CHUNK, FOREACH, in_parts
 
 MOMENTUM = 0.95  # mu
+
+
+class Cut(NamedTuple):
+    """How tensor parallelism cuts matrices: each rank of `group` has an equal part of each, in the order of ranks."""
+
+    group: dist.ProcessGroup
+    dims: list | dict  # of each matrix: 0 if a part is some of its rows, 1 if it is some of its columns
+
+    def of(self, matrices):
+        """That of some of the matrices, in their order."""
+        return self._replace(dims=[self.dims[matrix] for matrix in matrices])
+
+
+def cut_of(model, share):
+    """The Cut of a model's parameters; None without tensor parallelism."""
+    if share.tensor is None:
+        return None
+    dims = {parameter: share.slices[name].dim for name, parameter in model.named_parameters()}
+    return Cut(_resolve_process_group(share.tensor.group), dims)
 
 
 def hidden_matrices(model):
@@ -47,7 +72,7 @@ def hidden_matrices(model):
     return {parameter: rows for parameter, rows in hidden.items() if parameter not in others}
 
 
-def sharded_muon_updates(u, parameters, split_rows, group):
+def sharded_muon_updates(u, parameters, split_rows, group, cut=None):
     """muon_updates() of sharded matrices: this rank's rows of each update. u: its rows of each momentum. Collective."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     shapes = [shapes_of_shards(*parameter.shape, ranks) for parameter in parameters]  # [matrix][rank]
@@ -55,39 +80,44 @@ def sharded_muon_updates(u, parameters, split_rows, group):
     owned_by = deal_out([flops(*parameter.shape) for parameter in parameters], ranks)
     mine = owned_by[me]
 
-    whole = gather_to_owners(u, owned_by, shapes, group)
-    updates = muon_updates(whole, [split_rows[i] for i in mine])
-    return scatter_from_owners(updates, owned_by, shapes, group)
+    rows = [0] * len(u)  # FSDP shards by rows
+    whole = gather_to_owners(u, owned_by, shapes, group, rows)
+    updates = muon_updates(whole, [split_rows[i] for i in mine], cut=cut and cut.of(mine))
+    return scatter_from_owners(updates, owned_by, shapes, group, rows, like=u[0])
 
 
-def gather_to_owners(rows, owned_by, shapes, group):
-    """Send this rank's rows of each matrix to the matrix's owner. Returns the matrices that this rank owns, whole.
+def gather_to_owners(parts, owned_by, shapes, group, dims):
+    """Send this rank's part of each matrix to the matrix's owner. Returns the matrices that this rank owns, whole.
 
-    rows: [matrix]. owned_by: [rank][number of a matrix]. shapes: [matrix][rank], of the rows that a rank holds.
+    parts: [matrix]. owned_by: [rank][number of a matrix]. shapes: [matrix][rank], of the part that a rank holds. dims:
+    [matrix], 0 if parts are rows, 1 if they are columns.
     """
     mine, ranks = owned_by[dist.get_rank(group)], range(len(owned_by))
-    outgoing = [[rows[i] for i in owned] for owned in owned_by]
+    outgoing = [[parts[i] for i in owned] for owned in owned_by]
     incoming = [[shapes[i][rank] for i in mine] for rank in ranks]
-    pieces = all_to_all(outgoing, incoming, group)  # [rank][matrix of mine]
-    return [torch.cat(of_matrix) for of_matrix in zip(*pieces, strict=True)]
+    pieces = all_to_all(outgoing, incoming, group, like=parts[0])  # [rank][matrix of mine]
+    return [torch.cat(of_matrix, dims[i]) for i, of_matrix in zip(mine, zip(*pieces, strict=True), strict=True)]
 
 
-def scatter_from_owners(matrices, owned_by, shapes, group):
-    """The way back: send each rank its rows of the matrices that this rank owns. Returns this rank's rows of each
-    matrix, [matrix]."""
+def scatter_from_owners(matrices, owned_by, shapes, group, dims, like):
+    """The way back: send each rank its part of the matrices that this rank owns. Returns this rank's part of each
+    matrix, [matrix]. like: any tensor of the same dtype and device."""
     me, ranks = dist.get_rank(group), range(len(owned_by))
-    heights = [[height for height, _ in shapes[i]] for i in owned_by[me]]
-    pieces = list(map(torch.split, matrices, heights))  # [matrix of mine][rank]
+    pieces = [  # [matrix of mine][rank]
+        matrix.split([shape[dims[i]] for shape in shapes[i]], dims[i])
+        for i, matrix in zip(owned_by[me], matrices, strict=True)
+    ]
     outgoing = [[of_matrix[rank] for of_matrix in pieces] for rank in ranks]
     incoming = [[shapes[i][me] for i in owned] for owned in owned_by]
-    returned = all_to_all(outgoing, incoming, group)  # [owner][matrix of the owner]
-    rows = dict(zip(sum(owned_by, []), sum(returned, []), strict=True))
-    return [rows[i] for i in range(len(shapes))]
+    returned = all_to_all(outgoing, incoming, group, like)  # [owner][matrix of the owner]
+    parts = dict(zip(sum(owned_by, []), sum(returned, []), strict=True))
+    return [parts[i] for i in range(len(shapes))]
 
 
-def all_to_all(outgoing, shapes, group):
-    """One collective. outgoing[r]: tensors for rank r. Returns [r][i], the tensors from rank r, of shapes[r][i]."""
-    send = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
+def all_to_all(outgoing, shapes, group, like):
+    """One collective. outgoing[r]: tensors for rank r. Returns [r][i], the tensors from rank r, of shapes[r][i]. like:
+    any tensor of their dtype and device, of which a rank with nothing to send makes none."""
+    send = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in outgoing for tensor in tensors)])
     sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
     sizes = [[math.prod(shape) for shape in from_rank] for from_rank in shapes]
     received = send.new_empty(sum(map(sum, sizes)))
@@ -96,20 +126,24 @@ def all_to_all(outgoing, shapes, group):
     return [[next(pieces).view(shape) for shape in from_rank] for from_rank in shapes]
 
 
-def muon_updates(matrices, split_rows, copies=None):
+def muon_updates(matrices, split_rows, copies=None, cut=None):
     """0.2*sqrt(max(rows, columns)) * orthogonalize(.) of each matrix that is fused in one of `matrices`.
 
-    copies: process group of the ranks that have the same ones, and divide the work; then it is collective.
+    copies: process group of the ranks that have the same ones, and divide the work; then it is collective. cut: how
+    tensor parallelism cuts them, if it does: then this rank has a part of each, and it is collective, too.
     """
     fused = [matrix.split(rows) for matrix, rows in zip(matrices, split_rows, strict=True)]
+    cut = cut and cut.of([i for i, of_matrix in enumerate(fused) for _ in of_matrix])
     parts = sum(fused, ())
-    updates = iter(dealt_updates(parts, copies) if copies else updates_of(parts))
+    updates = iter(dealt_updates(parts, copies, cut) if copies else updates_of(parts, cut))
     return [torch.cat([next(updates) for _ in of_matrix]) for of_matrix in fused]
 
 
-def updates_of(matrices):
+def updates_of(matrices, cut=None):
     """The updates of single matrices. Those of one shape go together, on a GPU up to FOREACH numbers at a time, so that
     17 launches serve all of them. On a CPU only small ones go together; large ones are as fast alone."""
+    if cut:
+        return updates_of_parts(matrices, cut)
     updates = [None] * len(matrices)
     most = FOREACH if matrices and matrices[0].is_cuda else CHUNK
     for batch in batches_of([matrix.shape for matrix in matrices], most):
@@ -120,7 +154,26 @@ def updates_of(matrices):
     return updates
 
 
-def dealt_updates(matrices, group):
+def updates_of_parts(parts, cut):
+    """updates_of() matrices of which each rank of cut.group has a part: its part of each update. Collective.
+
+    A rank sends (t-1)/t of its parts to their owners, and as much comes back, 2 (t-1)/t numbers for each that it has.
+    """
+    if not parts:
+        return []
+    ranks = dist.get_world_size(cut.group)
+    whole = [whole_shape(part.shape, dim, ranks) for part, dim in zip(parts, cut.dims, strict=True)]
+    shapes, owned_by = [[part.shape] * ranks for part in parts], deal_matrices(whole, ranks)
+    matrices = gather_to_owners(parts, owned_by, shapes, cut.group, cut.dims)
+    return scatter_from_owners(updates_of(matrices), owned_by, shapes, cut.group, cut.dims, like=parts[0])
+
+
+def whole_shape(shape, dim, ranks):
+    """Of a matrix whose parts on each of the ranks have this shape."""
+    return tuple(size * ranks if number == dim else size for number, size in enumerate(shape))
+
+
+def dealt_updates(matrices, group, cut=None):
     """updates_of() matrices that all ranks of `group` have alike: each computes some, and all gather all of them.
 
     If all iterations together take the time T, on n ranks they take T/n, and each rank sends (n-1)/n of the updates. A
@@ -138,7 +191,7 @@ def dealt_updates(matrices, group):
     sizes = [[matrices[i].numel() for i in owned] for owned in owned_by]  # [rank][matrix of the rank]
     length = max(map(sum, sizes))  # ranks gather rows of one length, with zeros at the end
 
-    mine = updates_of([matrices[i] for i in owned_by[me]])
+    mine = updates_of([matrices[i] for i in owned_by[me]], cut and cut.of(owned_by[me]))
     row = torch.cat([*(update.reshape(-1) for update in mine), matrices[0].new_zeros(length - sum(sizes[me]))])
     gathered = row.new_empty(ranks, length)
     dist.all_gather([*gathered], row, group=group)
@@ -177,7 +230,20 @@ def sends(plan, copies):
     hidden = hidden_matrices(plan.model)
     shapes = [(rows, parameter.shape[1]) for parameter, split_rows in hidden.items() for rows in split_rows]
     length = max(sum(math.prod(shapes[i]) for i in owned) for owned in deal_matrices(shapes, copies))
-    return {'all-gather': (copies - 1) * (2 if plan.on_cuda else FP32) * length}
+    return {'all-gather': (copies - 1) * bytes_of_number(plan) * length}
+
+
+def sends_of_parts(plan):
+    """And in updates_of_parts(). Under FSDP a rank has parts as large as its pieces; copies in a pipeline deal them."""
+    if plan.keys['optimizer'] != 'muon':
+        return {}
+    ranks, copies = plan.layout.tensor, plan.layout.replicate if plan.layout.strategy == 'pipeline' else 1
+    parts = plan.weights.count(hidden_matrices(plan.model)) / copies
+    return {'all-to-all': 2 * (ranks - 1) / ranks * parts * bytes_of_number(plan)}
+
+
+def bytes_of_number(plan):
+    return 2 if plan.on_cuda else FP32  # on a GPU the iterations run in bfloat16
 
 
 def orthogonalize(matrices):

@@ -76,9 +76,9 @@ def make_optimizer(
 
     groups = [{'lr_factor': 1.0, 'eps': 1e-8, **group} for group in parameter_groups(model, weight_decay)]
     if optimizer == 'muon':
-        from muon import hidden_matrices
+        import muon
 
-        hidden = hidden_matrices(model)
+        hidden, cut = muon.hidden_matrices(model), muon.cut_of(model, share)
         for group in groups:  # adamw-decay with an infinite wd_ts is plain AdamW
             group.update(params=[p for p in group['params'] if p not in hidden], update='adamw-decay')
         groups.insert(0, groups[0] | {'params': list(hidden), 'update': 'muon'})
@@ -89,7 +89,7 @@ def make_optimizer(
     constants = {'lr': learning_rate, 'peak_lr': learning_rate, 'betas': (beta1, beta2), 'kappa': kappa, 'delta': delta}
     constants |= {'wd_ts': wd_ts if decaying and wd_ts else math.inf, 'warmup': max_iters or 0, 'update': optimizer}
     if optimizer == 'muon':
-        return Muon(groups, hidden, constants, compile, copies)
+        return Muon(groups, hidden, constants, compile, copies, cut)
     forms = None
     if dtype != 'float32':
         from moments import forms_of
@@ -598,11 +598,13 @@ class Muon(Elementwise):
     Newton-Schulz needs whole matrices and is most of the work, so the ranks divide it: muon.py.
     """
 
-    def __init__(self, groups, split_rows, constants, compile, copies):
+    def __init__(self, groups, split_rows, constants, compile, copies, cut):
+        """split_rows: muon.hidden_matrices(). copies: see make_optimizer(). cut: muon.cut_of()."""
         super().__init__(groups, constants, compile)
         self.skips_on_device = False  # nothing could stop halfway what travels and is multiplied many times
         self.split_rows = split_rows
         self.copies = copies if copies and dist.get_world_size(copies) > 1 else None
+        self.cut = cut
 
     def update(self, number, group, skip):
         if group['update'] != 'muon':
@@ -622,21 +624,24 @@ class Muon(Elementwise):
         if u[0].is_cuda:
             u = [matrix.bfloat16() for matrix in u]  # precise enough for the iterations, and half to send
 
-        split_rows = [self.split_rows[p] for p in parameters]
-        ranks = shard_group(parameters)
-        if ranks:
-            u = muon.sharded_muon_updates(u, parameters, split_rows, ranks)
-        else:
-            u = muon.muon_updates(u, split_rows, self.copies)
+        by_ranks = {}  # experts may be sharded over fewer ranks than other weights
+        for parameter, matrix in zip(parameters, u, strict=True):
+            by_ranks.setdefault(shard_group(parameter), {})[parameter] = matrix
+        updates = {}
+        for ranks, u in by_ranks.items():
+            split_rows, cut = [self.split_rows[p] for p in u], self.cut and self.cut.of(u)
+            if ranks:
+                found = muon.sharded_muon_updates([*u.values()], [*u], split_rows, ranks, cut)
+            else:
+                found = muon.muon_updates([*u.values()], split_rows, self.copies, cut)
+            updates |= zip(u, found, strict=True)
         torch._foreach_add_(theta, theta, alpha=-group['lr'] * group['weight_decay'])
-        torch._foreach_add_(theta, u, alpha=-group['lr'])
+        torch._foreach_add_(theta, [updates[p] for p in parameters], alpha=-group['lr'])
 
 
-def shard_group(parameters):
-    """The process group over which the parameters are sharded, or None if each rank has them whole."""
-    layouts = {(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters}
-    assert len(layouts) <= 1, f'expected all parameters sharded alike, not in {len(layouts)} ways'
-    mesh, placements = (layouts and layouts.pop()) or (None, ())
+def shard_group(parameter):
+    """The process group over which a parameter is sharded, or None if each rank has it whole."""
+    mesh, placements = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else (None, ())
     sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard() and mesh.size(dim) > 1]
     assert len(sharded) <= 1 and all(placements[dim].dim == 0 for dim in sharded), f'expected Shard(0): {placements}'
     return mesh.get_group(sharded[0]) if sharded else None
@@ -739,7 +744,7 @@ def clip_grad_norm_(parameters, max_norm, *norm_groups, optimizer=None):
     norms = [norm * held_by[p] ** -0.5 if p in held_by else norm for norm, p in norms]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     groups = [
-        group for group in (shard_group(parameters[:1]), *(group for group, _ in norm_groups)) if group is not None
+        group for group in (shard_group(parameters[0]), *(group for group, _ in norm_groups)) if group is not None
     ]
     if groups:
         square = norm.double().square()

@@ -48,6 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+import muon
 from exchange import collectives
 from layout import FP32, Share, Slice
 from loss import cross_entropy
@@ -70,10 +71,6 @@ def check(keys, layout, shape):
         raise ValueError(
             f'n_experts={shape.n_experts} with {given}: experts are not cut: leave it at 1, and use --expert_parallel, '
             'or FSDP alone'
-        )
-    if keys['optimizer'] == 'muon':
-        raise ValueError(
-            f'{given} with optimizer=muon, which orthogonalizes whole matrices: use adamw, or leave it at 1'
         )
     if keys['optimizer_dtype'] == 'int8':
         raise ValueError(
@@ -112,7 +109,8 @@ def holds(plan):
 
 
 def sends(plan):
-    """See "What crosses the wire?" above; and once per step, in fp32, what sum_partial_gradients() sums."""
+    """See "What crosses the wire?" above; and once per step, in fp32, what sum_partial_gradients() sums, and what
+    Muon sends."""
     keys, ranks, (has_embedding, has_head) = plan.keys, plan.layout.tensor, plan.ends
     times = plan.blocks * COLLECTIVES[keys['activation_checkpointing']] + 2 * (has_embedding + has_head)
     bytes_per_token = times * keys['n_embd'] * plan.compute_bytes / ranks + 3 * FP32 * has_head
@@ -120,7 +118,7 @@ def sends(plan):
     return {
         'activations': plan.layout.micro_steps * (ranks - 1) * plan.tokens * bytes_per_token,
         'all-reduce': 2 * (ranks - 1) * FP32 * plan.weights.count(uncut) / ranks,
-    }
+    } | muon.sends_of_parts(plan)
 
 
 class Split:
@@ -136,6 +134,7 @@ class Split:
         self.model, self.ranks, self.share = model, ranks, share or Share()
         slices = {name: slice_of(model, name, p.shape, ranks) for name, p in model.named_parameters()}
         self.share.slices.update(slices)
+        self.share.tensor = ranks
         for name, parameter in [*model.named_parameters()]:
             module_name, _, own_name = name.rpartition('.')
             part = slices[name].of(parameter.detach()).clone()

@@ -122,7 +122,7 @@ def sends(plan):
     see send_gradients() there.
     """
     keys, layout, weights, n_layer = plan.keys, plan.layout, plan.weights, plan.blocks
-    micro_steps, copies, ranks = layout.micro_steps, layout.replicate, layout.shard
+    micro_steps, copies = layout.micro_steps, layout.replicate
     is_manual, stage, unit = keys['fsdp_impl'] == 'manual', keys['zero_stage'], keys['blocks_per_unit']
     blocks_gathered = micro_steps * n_layer * (2 if stage == 3 else 1)
     if is_manual and stage == 1:
@@ -141,9 +141,10 @@ def sends(plan):
         'all-reduce': 2 * (copies - 1) * FP32 * weights.count(weights.trained) * reductions / copies,
         'all-to-all': 0,
     }
-    if keys['optimizer'] == 'muon' and ranks > 1:  # muon.py: a hidden matrix goes to one rank, and its update back
-        hidden = weights.count(muon.hidden_matrices(plan.model))
-        sent['all-to-all'] = 2 * (ranks - 1) * (2 if plan.on_cuda else FP32) * hidden / ranks
+    if keys['optimizer'] == 'muon':  # muon.py: a hidden matrix goes to one rank, and its update back
+        pieces = {p: weights.pieces(p) for p in muon.hidden_matrices(plan.model)}
+        to_others = sum((n - 1) / n * weights.count([p]) for p, n in pieces.items())
+        sent['all-to-all'] = 2 * to_others * muon.bytes_of_number(plan)
     return sent
 
 

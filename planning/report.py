@@ -157,8 +157,7 @@ def out_of_memory_advice(config, world_size, strategy):
     if strategy == 'deepspeed':  # it keeps weights and moments in dtypes of its own
         has_more_than_4_bits = has_fp32_moments = False
     together = 1  # how many ranks could share experts: at most 8, a node, so that tokens stay within it
-    is_refused = config['optimizer'] == 'muon' or config['activation_checkpointing'] == 'selective'
-    if config.get('n_experts') and not is_refused:
+    if config.get('n_experts') and config['activation_checkpointing'] != 'selective':
         possible = math.gcd(layout.shard, config['n_experts'])
         together = max(n for n in range(1, 9) if possible % n == 0)
     shard_it = 'set --strategy=fsdp' if 'strategy' in config else 'use train_fsdp.py'

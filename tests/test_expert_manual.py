@@ -388,8 +388,6 @@ REFUSED = [
         r'the 2 ranks .*\(replicate_size=2\): .* 1, 2,',
     ),
     ('train_diloco.py', 4, ['--expert_parallel=4', '--num_replicas=2'], r'the 2 ranks of a replica .*=2\): .* 1, 2,'),
-    ('train_parallel.py', 2, ['--optimizer=muon'], 'expert_parallel=2 with optimizer=muon.* use adamw'),
-    ('train_diloco.py', 2, ['--num_replicas=1', '--optimizer=muon'], 'optimizer=muon.* use adamw'),
     ('train_parallel.py', 2, [SELECTIVE], 'expert_parallel=2 with .*selective: .*--fsdp_impl=manual, or .*=full$'),
     ('train_diloco.py', 2, ['--num_replicas=1', SELECTIVE], 'selective: .*--fsdp_impl=manual, or .*=full$'),
     ('train_parallel.py', 4, ['--tensor_parallel=2'], 'tensor_parallel=2: experts are not cut'),

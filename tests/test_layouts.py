@@ -8,6 +8,7 @@ The same is done for layouts of a mixture of experts, with moments in fp32, bflo
 matrix of fewer layouts: two for each number of ranks, which together have every kind of parallelism.
 """
 
+import collections
 import itertools
 
 import pytest
@@ -61,6 +62,8 @@ EXPERTS += ['--windows=stream', '--tie_embeddings=False']
 EXPERTS += ['--learning_rate=1e-3']  # with first_weights() no choice comes near a tie
 FAMILIES = {'dense': (ALL, RUN), 'experts': (MIXTURES, EXPERTS)}
 FAMILIES |= {name: (MIXTURES, [*EXPERTS, f'--optimizer_dtype={name}']) for name in ('bfloat16', 'int8')}
+WITH_TENSOR = ['one process', 'dp 2 x tp 2', 'tp 2 x pp 2']
+FAMILIES |= {'muon': ({name: ALL[name] for name in WITH_TENSOR}, [*RUN, '--optimizer=muon'])}
 IN_FP32 = ['dense', 'experts']
 
 
@@ -165,10 +168,14 @@ def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit
         step = steps_of(layouts, writer)[0]
         path = checkpoint_of(runs / run_of(writer), step)
         written, state = tensors_of(path), checkpoint.read_state(path)
-        slots = {'model': 0, 'exp_avg': 0, 'exp_avg_sq': 0, 'step': 0}
-        for key in [key for key in as_read_by('one process', written) if not key.endswith('router.load')]:
-            slots['model' if key.startswith('model.') else key.rpartition('.')[2]] += 1
-        assert len(set(slots.values())) == 1 and slots['model'] >= 20, slots
+        slots = collections.Counter(
+            'model' if key.startswith('model.') else key.rpartition('.')[2]
+            for key in as_read_by('one process', written)
+            if not key.endswith('router.load')
+        )
+        assert slots['exp_avg'] == slots['exp_avg_sq'] == slots['step'] > 0
+        assert slots['exp_avg'] + slots['momentum_buffer'] == slots['model'] >= 20, slots
+        assert (slots['momentum_buffer'] > 0) == (RUNS.get('muon') == runs)
         for reader in layouts:
             path = checkpoint_of(runs / f'{writer} to {reader}', step)
             again, expected = tensors_of(path), as_read_by(reader, written)

@@ -384,7 +384,6 @@ def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path
         (dict(tensor_parallel=3), ' n_head=4: .*--n_head=3 or 6'),
         (dict(tensor_parallel=128, n_head=128, n_kv_head=128, mlp_hidden_dim=128, block_size=128, vocab_size=64),
          ' 64: .*--vocab_size=128, .*tensor_parallel=2 or 4 or 8'),
-        (dict(optimizer='muon'), 'muon.* adamw'),
         (dict(optimizer_dtype='int8'), 'int8.* --optimizer_dtype=bfloat16'),
     ],
 )  # fmt: skip

@@ -147,7 +147,7 @@ def test_no_layout_is_proposed_that_its_script_refuses():
         return ' '.join(row['name'] for row in roofline.rank(keys | changes, roofline.cluster_of('h100', 4, 4), 99))
 
     assert 'tp2' in names() and 'cp2' in names()
-    assert 'tp' not in names(optimizer='muon')  # it needs whole matrices
+    assert 'tp' not in names(optimizer_dtype='int8')  # whose blocks are not cut
     assert 'cp' not in names(n_head=64, n_kv_head=64)  # of 4 numbers each
 
 

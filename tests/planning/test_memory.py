@@ -659,6 +659,7 @@ FURTHER = {  # on 2 ranks, with 2 micro-steps in fp32
     'HSDP, sharded sums': ('train_fsdp.py', '--replicate_size=2', '--accumulate=sharded'),
     'HSDP, manual': ('train_fsdp.py', '--fsdp_impl=manual', '--replicate_size=2'),
     'Muon': ('train_fsdp.py', '--optimizer=muon'),
+    'Muon, tensor': ('train_parallel.py', '--optimizer=muon', '--tensor_parallel=2'),
     'Muon, DDP': ('train_ddp.py', '--optimizer=muon'),
     'SGD': ('train_ddp.py', '--optimizer=sgd'),
     'DiLoCo': ('train_diloco.py', '--num_replicas=2', '--inner_steps=2', '--exchange_dtype=int8'),
