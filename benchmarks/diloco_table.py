@@ -5,8 +5,8 @@ grid.
     python benchmarks/diloco_table.py --data_dir=data                                    # the table: some hours
     python benchmarks/diloco_table.py --short --rates=1e-3 --seeds=1 --folder=out/short  # random tokens, 2 minutes
 
-The first command needs stdlib-bpe2048 in data_dir (python prepare_data.py); the figures of docs/log.md come from
-the same with --steps=400 --inner_steps=10. Each method trains the model of config/quickstart.py on two ranks, except for
+The first command needs stdlib-bpe2048 in data_dir (python prepare_data.py); the figures of docs/log.md come from the
+same with --steps=400 --inner_steps=10. Each method trains the model of config/quickstart.py on two ranks, except for
 `alone`: one rank with its half of each batch, which is what you have without a network. All learning rates are tried
 with the first seed, and then the best one with the other seeds. When a run has ended, a line is added to results.jsonl
 in --folder, so the same command goes on where it was stopped. A line says neither how many steps the run had nor which
