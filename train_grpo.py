@@ -178,7 +178,7 @@ while step < config.max_iters and not watch.must_stop:
             # The weights sum up over all ranks, and gradients are averaged over them: hence world_size.
             scaler.scale(loss * world_size).backward()
             step_loss += loss.detach()
-            record.add(logps, clipped)
+            record.add({'entropy': -logps, 'clip_ratio/region_mean': clipped})
 
         watch.mark('update')
         # gradients: undo the loss scale, clip the global norm

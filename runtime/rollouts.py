@@ -1,5 +1,6 @@
 """
-Answers that a model writes while it is trained, and what they are worth: the data of train_grpo.py.
+Answers that a model writes while it is trained, and what they are worth: the data of train_grpo.py. train_distill.py
+learns from such answers, too, and has no rewards.
 
     open_prompts(run)                                      # run.train_data is a Prompts: the rows that --prompts names
     groups = write_groups(model, run, step, beat)          # [[Answer, ...] of each prompt of this rank in this step]
@@ -51,10 +52,12 @@ class Prompts:
         self.encoder, self.names, self.sources = encoder, config.prompts, [self]
         chat, notes = encoder.chat_for('prompts_chat', config.prompts_chat)
         config.prompts_chat = chat is not None
-        self.own_reward = open_reward(config.reward) if is_function(config.reward) else None
+        reward, self.is_judged = vars(config).get('reward'), 'reward' in vars(config)
+        self.own_reward = open_reward(reward) if is_function(reward) else None
+        judge = self.own_reward if self.is_judged else no_reward  # beside which a row needs no answer
         self.items, self.prompts, self.notes = [], [], notes  # of each row: what was read, and a tasks.Prompt
         for path in config.prompts:
-            task = read_task(path, config.num_fewshot, chat=chat, reward=self.own_reward, chat_key='prompts_chat')
+            task = read_task(path, config.num_fewshot, chat=chat, reward=judge, chat_key='prompts_chat')
             if task.form != 'prompt':
                 raise ValueError(f'prompts={path}: rows with {task.form}; expected {{"prompt": ..., "answer": ...}}')
             for item in task.items:
@@ -65,11 +68,11 @@ class Prompts:
             self.notes += [*([task.note] if task.note else []), *line_of_room(task, requests)]
             self.items += task.items
             self.prompts += [prompt for (prompt,) in requests]
-        self.reward = config.reward if self.own_reward else reward_of(self.items, config.reward)
+        self.reward = reward_of(self.items, reward) if self.is_judged and not self.own_reward else reward
         self.n_windows, self.vocab_size = len(self.items) * config.num_generations, None  # sequences of an epoch
         self.steps_line = (
             f'a step takes {config.prompts_per_step:,} of them and writes {counted(config.num_generations, "answer")} '
-            f'to each{", by the chat template" if chat else ""}; the reward is {self.reward}'
+            f'to each{", by the chat template" if chat else ""}{f"; the reward is {self.reward}" * self.is_judged}'
         )
         # A row holds at most so many answers, and padding behind them.
         self.n_starts = config.block_size // min(len(prompt.tokens) for prompt in self.prompts) + 1
@@ -89,6 +92,10 @@ class Prompts:
 
     def epochs(self, n):
         return {}
+
+
+def no_reward(text, item):
+    """In the place of a reward of one's own, for scripts without any."""
 
 
 def reward_of(items, wanted):
@@ -117,8 +124,8 @@ def open_prompts(run):
         )
     if config.init_from == 'scratch':
         raise ValueError(
-            'init_from=scratch: it would write noise, which earns no reward: give the --init_from of a model that has '
-            'learned to answer'
+            'init_from=scratch: it would write noise, from which nothing is learned: give the --init_from of a model '
+            'that has learned to answer'
         )
     if config.eval_only:
         raise ValueError('eval_only=True: use `python evaluate.py --out_dir=... --tasks=...`, which scores any run')
@@ -153,7 +160,7 @@ class Answer(NamedTuple):
     prompt: int  # its number
     ids: list  # what was drawn, with the token that ended it
     text: str  # without what ended it
-    reward: float
+    reward: float | None  # None in a script without rewards
     is_cut: bool  # it was still going on after max_new_tokens
 
 
@@ -211,7 +218,9 @@ def answer_of(prompts, number, ids, stop, stop_tokens):
     for end in stop:
         text = text.partition(end)[0]
     item, own = prompts.items[number], prompts.own_reward
-    reward = own(text, item) if own else float(item.rule.judge(text)[prompts.reward])
+    reward = None
+    if prompts.is_judged:
+        reward = own(text, item) if own else float(item.rule.judge(text)[prompts.reward])
     return Answer(number, ids, text, reward, not ended)
 
 
@@ -230,35 +239,42 @@ class Record:
 
     def begin_step(self, groups):
         """Count the answers of this rank in a step. groups: of write_groups()."""
-        rewards = torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
-        answers, spread = sum(groups, []), rewards.std(1)
+        answers = sum(groups, [])
         tokens, cut = sum(len(answer.ids) for answer in answers), sum(answer.is_cut for answer in answers)
-        numbers = [rewards.sum(), spread.sum(), (spread == 0).sum(), tokens, cut]
+        numbers = [tokens, cut]
+        if self.run.train_data.is_judged:
+            rewards = torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
+            spread = rewards.std(1)
+            numbers += [rewards.sum(), spread.sum(), (spread == 0).sum()]
         self.of_answers = torch.tensor(numbers, dtype=torch.float64)
-        self.of_tokens = torch.zeros(3, dtype=torch.float64, device=self.run.device)
+        self.facts, self.of_tokens = (), torch.zeros(1, dtype=torch.float64, device=self.run.device)
 
-    def add(self, logps, clipped):
-        """Count the tokens of a micro-batch."""
-        self.of_tokens += torch.stack((-logps.detach().double().sum(), clipped.sum(), logps.new_tensor(len(logps))))
+    def add(self, facts):
+        """Count the tokens of a micro-batch. facts: {name in a row of their mean: a number of each token}."""
+        self.facts, values = [*facts], [*facts.values()]
+        sums = [value.detach().double().sum() for value in values]
+        self.of_tokens = self.of_tokens + torch.stack([*sums, sums[0].new_tensor(len(values[0]))])
 
     def row(self, step, groups):
         """The numbers of a step for metrics.jsonl; also writes down the first group. Collective."""
         config = self.run.config
         dist.all_reduce(self.of_answers)
         dist.all_reduce(self.of_tokens)
-        rewards, spread, without_spread, tokens, cut = self.of_answers.tolist()
-        surprise, clipped, learned = self.of_tokens.tolist()
+        tokens, cut, *of_rewards = self.of_answers.tolist()
+        *of_tokens, learned = self.of_tokens.tolist()
         n_prompts, n_answers = config.prompts_per_step, config.prompts_per_step * config.num_generations
-        row = {
-            'reward': rewards / n_answers,
-            'reward_std': spread / n_prompts,
-            'frac_reward_zero_std': without_spread / n_prompts,
-            'completions/mean_length': tokens / n_answers,
-            'completions/clipped_ratio': cut / n_answers,
-        }
+        row = {}
+        if of_rewards:
+            rewards, spread, without_spread = of_rewards
+            row |= {
+                'reward': rewards / n_answers,
+                'reward_std': spread / n_prompts,
+                'frac_reward_zero_std': without_spread / n_prompts,
+            }
+        row |= {'completions/mean_length': tokens / n_answers, 'completions/clipped_ratio': cut / n_answers}
         if learned:
-            row |= {'entropy': surprise / learned, 'clip_ratio/region_mean': clipped / learned}
-        if row['frac_reward_zero_std'] == 1:
+            row |= {name: value / learned for name, value in zip(self.facts, of_tokens, strict=True)}
+        if row.get('frac_reward_zero_std') == 1:
             self.warn(
                 'equal',
                 f'step {step}: all answers to a prompt have the same reward, {row["reward"]:.3g} on average, and '
@@ -272,7 +288,7 @@ class Record:
             )
         if self.run.rank == 0:
             prompt = plain(self.run.train_data.items[groups[0][0].prompt].pairs[0][0])
-            answers = [{'text': answer.text, 'reward': answer.reward} for answer in groups[0]]
+            answers = [{'text': one.text} | ({'reward': one.reward} if of_rewards else {}) for one in groups[0]]
             try:
                 with open(self.path, 'a', encoding='utf-8', opener=no_link) as file:
                     file.write(json.dumps({'step': step, 'prompt': prompt, 'answers': answers}) + '\n')
@@ -289,28 +305,28 @@ class Record:
 # --- ROWS -------------------------------------------------------------------------------------------------------------
 
 
-def as_written(prompt, answer, advantage, weight, turning_point):
+def as_written(prompt, answer, *values, turning_point):
     """A document as those in which each token is learned from what it was drawn from. They are two if the answer has
     grown beyond the turning point of LongRoPE (rotation.py), since all of a text is computed in another way then."""
     drawn = turning_point + 1 - len(prompt)  # tokens of the answer, from texts of at most turning_point tokens
     if not 0 < drawn < len(answer):
-        return [(prompt, answer, advantage, weight)]
+        return [(prompt, answer, *values)]
     first, rest = answer[:drawn], answer[drawn:]
-    return [(prompt, first, advantage, weight), ([*prompt, *first], rest, advantage, weight)]
+    return [(prompt, first, *values), ([*prompt, *first], rest, *values)]
 
 
-def micro_batches(documents, run):
+def micro_batches(documents, run, n_values=2):
     """
     Documents packed into rows, batch_size rows at a time, and equally many batches on every rank: a list of
-    (x, y, starts, advantages, weights). Collective.
+    (x, y, starts, *values). Collective.
 
-    documents: [(ids of the prompt, ids of the answer, advantage, weight)]. x, y: int64 (batch_size, block_size), y -1
-    where nothing is learned. starts: int64 (batch_size, M), where each document begins; None without packing.
-    advantages and weights: fp32 of each target y >= 0, in the order of y[y >= 0].
+    documents: [(ids of the prompt, ids of the answer, *values)], with n_values numbers such as advantage and weight.
+    x, y: int64 (batch_size, block_size), y -1 where nothing is learned. starts: int64 (batch_size, M), where each
+    document begins; None without packing. values: fp32 of each target y >= 0, in the order of y[y >= 0].
     """
     config, T = run.config, run.config.block_size
     turning_point = run.pretrained.turning_point if run.pretrained else math.inf
-    documents = [part for document in documents for part in as_written(*document, turning_point)]
+    documents = [part for document in documents for part in as_written(*document, turning_point=turning_point)]
     sizes = np.array([len(prompt) + len(answer) - 1 for prompt, answer, *_ in documents], dtype=np.int64)
     order, bins = pack(sizes, T) if config.packing else (np.arange(len(sizes)), np.arange(len(sizes)))
     rows = [order[bins == bin] for bin in range(int(bins.max(initial=-1)) + 1)]
@@ -319,7 +335,7 @@ def micro_batches(documents, run):
     batches = []
     for first in range(0, most.item() * config.batch_size, config.batch_size):
         x = np.zeros((config.batch_size, T), dtype=np.int64)
-        y, per_target = np.full_like(x, -1), np.zeros((2, *x.shape), dtype=np.float32)
+        y, per_target = np.full_like(x, -1), np.zeros((n_values, *x.shape), dtype=np.float32)
         starts = np.full((config.batch_size, run.train_data.n_starts), T)
         starts[:, 0] = 0
         for row, numbers in enumerate(rows[first : first + config.batch_size]):
@@ -329,12 +345,12 @@ def micro_batches(documents, run):
                 ids, starts[row, place] = [*prompt, *answer], at
                 end, learned = at + len(ids) - 1, at + len(prompt) - 1
                 x[row, at:end], y[row, learned:end] = ids[:-1], answer
-                per_target[:, row, learned:end] = np.array(values)[:, None]
+                per_target[:, row, learned:end] = np.reshape(values, (n_values, 1))
                 at = end
             if at < T and at:  # padding is a document, too
                 starts[row, len(numbers)] = at
         per_target = per_target[:, y >= 0]
         parts = (x, y, starts, *per_target)
-        x, y, starts, advantages, weights = (torch.from_numpy(part).to(run.device) for part in parts)
-        batches.append((x, y, starts if config.packing else None, advantages, weights))
+        x, y, starts, *values = (torch.from_numpy(part).to(run.device) for part in parts)
+        batches.append((x, y, starts if config.packing else None, *values))
     return batches

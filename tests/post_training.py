@@ -1,4 +1,9 @@
-"""What the tests of train_dpo.py and train_grpo.py share: how they start their runs, and a tiny Llama for TRL."""
+"""What the tests of train_dpo.py, train_grpo.py and train_distill.py share: how they start their runs, answers that
+transformers alone writes, and a tiny Llama for TRL."""
+
+import json
+import re
+from pathlib import Path
 
 import torch
 from launch import run_many
@@ -30,6 +35,38 @@ def run_cases(folder, script, cases, refused, keys_of):
         errors |= {name: result['error'] for name, result in results.items() if 'error' in result}
     assert not {*cases} & {*errors}, errors
     return {name: folder / f'run {name}' for name in cases}, errors
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+ENDS, LONGEST = [*'ABCDEFGHIJKLMNOPQRST'], 8  # what ends an answer, and how many tokens it may have
+
+
+def rollouts_of(out):
+    return [json.loads(line) for line in Path(out, 'rollouts.jsonl').read_text().splitlines()]
+
+
+def ids_of(text):
+    return [*text.encode()]
+
+
+def text_of(ids):
+    return bytes(token for token in ids if token < 256).decode(errors='replace')
+
+
+@torch.no_grad()
+def written(model, prompt, generator, temperature):
+    """One answer by transformers alone, without a cache: (ids, text before its end, whether it has ended)."""
+    ids = []
+    while len(ids) < LONGEST:
+        logits = model(torch.tensor([prompt + ids])).logits[0, -1]
+        probabilities, tokens = torch.softmax(logits / temperature, -1).sort(descending=True)
+        ends = probabilities.cumsum(-1)
+        ids.append(tokens[(ends <= torch.rand((), generator=generator) * ends[-1]).sum()].item())
+        text = text_of(ids)
+        if ids[-1] == 258 or any(end in text for end in ENDS):
+            return ids, re.split(f'[{"".join(ENDS)}]', text)[0], True
+    return ids, text_of(ids), False
 
 
 # --- beside TRL -------------------------------------------------------------------------------------------------------

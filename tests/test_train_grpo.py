@@ -2,10 +2,8 @@
 
 import copy
 import itertools
-import json
 import operator
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,13 +14,18 @@ from chats import write_rows
 from launch import function_of, run_function, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics
 from post_training import (
+    ENDS,
+    LONGEST,
     as_ours,
     assert_equal_to_trl,
+    ids_of,
     llama_of_trl,
     losses_of_trl,
     optimizer_of_trl,
+    rollouts_of,
     run_cases,
     step_of_trl,
+    written,
 )
 from precision import assert_as_close_to_float64, assert_same_run
 from pretrained import TURN, save_model
@@ -38,7 +41,7 @@ from model import generator_of
 from runtime import checkpoint, fill, rollouts
 from runtime.opened import Opened
 
-SEED, BLOCK, STEPS, PROMPTS, GROUP, LONGEST = 1337, 40, 4, 6, 4, 8
+SEED, BLOCK, STEPS, PROMPTS, GROUP = 1337, 40, 4, 6, 4
 RUN = [f'--seed={SEED}', f'--block_size={BLOCK}', f'--prompts_per_step={PROMPTS}', f'--num_generations={GROUP}']
 RUN += [
     '--batch_size=2',
@@ -52,7 +55,7 @@ RUN += [
 RUN += ['--optimizer=sgd', '--learning_rate=0.3', '--lr_schedule=constant', '--log_interval=1', '--compile=False']
 RUN += ['--checkpoint_interval=2']
 OF_ANSWERS = 'reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio'.split()
-RIGHT, ENDS = [*'abcdefghijklmnop'], [*'ABCDEFGHIJKLMNOPQRST']  # right has a letter of these before one of those
+RIGHT = [*'abcdefghijklmnop']  # right has a letter of these before one of ENDS
 TASK = {'answer': RIGHT, 'rule': 'contains', 'stop': ENDS, 'max_new_tokens': LONGEST}
 OWN_REWARD = """
 def vowels(text, row):
@@ -142,29 +145,6 @@ def test_a_ratio_is_clipped_where_it_would_go_on():
 
 
 # --- beside a plain loop ----------------------------------------------------------------------------------------------
-
-
-def ids_of(text):
-    return [*text.encode()]
-
-
-def text_of(ids):
-    return bytes(token for token in ids if token < 256).decode(errors='replace')
-
-
-@torch.no_grad()
-def written(model, prompt, generator, temperature):
-    """One answer by transformers alone, without a cache: (ids, text before its end, whether it has ended)."""
-    ids = []
-    while len(ids) < LONGEST:
-        logits = model(torch.tensor([prompt + ids])).logits[0, -1]
-        probabilities, tokens = torch.softmax(logits / temperature, -1).sort(descending=True)
-        ends = probabilities.cumsum(-1)
-        ids.append(tokens[(ends <= torch.rand((), generator=generator) * ends[-1]).sum()].item())
-        text = text_of(ids)
-        if ids[-1] == 258 or any(end in text for end in ENDS):
-            return ids, re.split(f'[{"".join(ENDS)}]', text)[0], True
-    return ids, text_of(ids), False
 
 
 def plain_loop(folder, dtype, temperature=1.0, iterations=1, grpo=False, masked=False):
@@ -315,10 +295,6 @@ def runs(folder, has_slow_tests):
     cases = {name: (ranks, keys) for name, (ranks, _, keys) in CASES.items() if has_slow_tests or name in SHORT}
     refused = {name: (ranks, 'train_grpo.py', keys) for name, (ranks, keys, _) in REFUSED.items()}
     return run_cases(folder, 'train_grpo.py', cases, refused, keys_of)
-
-
-def rollouts_of(out):
-    return [json.loads(line) for line in Path(out, 'rollouts.jsonl').read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
