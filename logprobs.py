@@ -1,9 +1,11 @@
 """
 How likely a model finds answers: log-probabilities of targets, token by token or summed over documents. Losses on whole
-answers are made of these, as DPO's (train_dpo.py).
+answers are made of these, as DPO's (train_dpo.py). And how far its distribution over all tokens is from a teacher's
+(train_distill.py).
 
     logps = token_logps(model, x, y, starts)             # (n): of each target y >= 0, in the order of y[y >= 0]
     sums, counts = document_logps(model, x, y, starts)   # (B, M) both: of the targets of each document
+    loss_sum, entropies = divergence(model, teacher, x, y, starts, losses_of)   # from what a teacher finds likely
 
 x, y, starts are a batch of data.batches(): rows of packed documents, y -1 where no target counts. Everything here is
 fp32: in bfloat16, log-probabilities near -20 are 0.125 apart, as much as what an answer gains in a step.
@@ -12,7 +14,7 @@ fp32: in bfloat16, log-probabilities near -20 are 0.125 apart, as much as what a
 import torch
 
 from attention import place_in_documents
-from loss import LOGITS_BYTES, add_product, cross_entropy
+from loss import LOGITS_BYTES, add_product, cross_entropy, softcapped
 
 
 def token_logps(model, x, y, starts, temperature=1.0):
@@ -43,8 +45,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         ctx.cap, ctx.temperature = logits_of.cap, temperature
         found = []
         for rows, y in zip(hidden.split(ctx.most), targets.split(ctx.most), strict=True):
-            log_probs = torch.log_softmax(at_temperature(logits_of(rows), temperature), -1, dtype=torch.float32)
-            found.append(log_probs.gather(1, y[:, None])[:, 0])
+            found.append(log_probs_of(logits_of(rows), temperature).gather(1, y[:, None])[:, 0])
         return torch.cat(found)
 
     @staticmethod
@@ -74,6 +75,10 @@ def at_temperature(logits, temperature):
     return logits if temperature == 1 else logits.float() / temperature
 
 
+def log_probs_of(logits, temperature):
+    return torch.log_softmax(at_temperature(logits, temperature), -1, dtype=torch.float32)
+
+
 def document_logps(model, x, y, starts):
     """(the sum of the log-probabilities of each document's targets, their number): fp32 (B, M) both, with a column for
     each column of starts (B, M)."""
@@ -83,3 +88,68 @@ def document_logps(model, x, y, starts):
     nothing = logps.new_zeros(starts.numel())
     sums, counts = (nothing.index_add(0, document, values) for values in (logps, torch.ones_like(logps)))
     return sums.view(starts.shape), counts.view(starts.shape)
+
+
+def divergence(model, teacher, x, y, starts, losses_of, temperature=1.0):
+    """
+    (the sum of the losses of all targets y >= 0, the entropies of student and teacher there, fp32 (2, n), in nats).
+
+    teacher: another model of the same vocabulary, which gets no gradient. losses_of: a function of what student and
+    teacher say, the log-probabilities of all tokens, fp32 (n, V) both; its result is the loss of each of the n targets.
+    temperature: of both distributions.
+    """
+    is_target = y >= 0
+    with torch.no_grad():  # of the teacher's logits no more than a chunk exists, either
+        taught = teacher(x, starts=starts, then=lambda hidden, logits_of: (hidden[is_target], logits_of))
+
+    def then(hidden, logits_of):
+        options = logits_of, taught, losses_of, temperature, torch.is_grad_enabled()
+        return ChunkedDivergence.apply(hidden[is_target], logits_of.weight, *options)
+
+    return model(x, starts=starts, then=then)
+
+
+class ChunkedDivergence(torch.autograd.Function):
+    """Both output heads and the loss between the two distributions together, a chunk of tokens at a time. As in
+    loss.ChunkedCrossEntropy, all tokens have the same gradient, up to a factor, so forward computes it at once. That of
+    a chunk's logits is left to autograd, so that losses_of may be any formula."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, logits_of, taught, losses_of, temperature, with_gradients):
+        """hidden (n, C); weight: that of logits_of, a loss.LogitsOf. taught: (hidden states (n, C'), LogitsOf) of the
+        teacher. with_gradients: the caller's torch.is_grad_enabled(), because in here that is always False."""
+        needs_hidden, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
+        grad_hidden, grad_weight = torch.empty_like(hidden) if needs_hidden else None, None
+        (taught_hidden, taught_logits_of), matrix = taught, logits_of.matrix
+        # Each chunk has about ten tensors in fp32 at the same time: hence chunks of a quarter.
+        most = LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda, no gradient'] // 4
+        most = max(1, most // (4 * logits_of(hidden[:0]).shape[1]))
+        loss_sum, entropies = hidden.new_zeros((), dtype=torch.float32), []
+        for start in range(0, max(1, len(hidden)), most):  # DDP waits for a gradient, also where no token counts
+            chunk = slice(start, start + most)
+            teacher = log_probs_of(taught_logits_of(taught_hidden[chunk]), temperature)  # (n, V)
+            logits = (hidden[chunk] if matrix is None else hidden[chunk] @ matrix.T).detach()  # before the cap
+            with torch.set_grad_enabled(needs_hidden or needs_weight):
+                logits.requires_grad_(torch.is_grad_enabled())
+                student = log_probs_of(softcapped(logits.float(), logits_of.cap), temperature)
+                loss = losses_of(student, teacher).sum()
+            loss_sum += loss.detach()
+            entropies.append(torch.stack([-(of.exp() * of).sum(-1) for of in (student.detach(), teacher)]))
+            if logits.requires_grad:
+                (grad_logits,) = torch.autograd.grad(loss, logits)
+                if needs_hidden:
+                    grad_hidden[chunk] = grad_logits if matrix is None else grad_logits @ matrix
+                if needs_weight:
+                    grad_weight = add_product(grad_weight, grad_logits.T, hidden[chunk])
+                del grad_logits
+            del logits, student, teacher, loss  # so that the next chunk gets their memory
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        entropies = torch.cat(entropies, 1)
+        ctx.mark_non_differentiable(entropies)
+        return loss_sum, entropies
+
+    @staticmethod
+    def backward(ctx, grad_loss_sum, _):
+        # In place, as in loss.ChunkedCrossEntropy.
+        gradients = [None if saved is None else saved.mul_(grad_loss_sum) for saved in ctx.saved_tensors]
+        return *gradients, None, None, None, None, None
