@@ -99,7 +99,7 @@ READ_IF = {
         'tf32': ('on a GPU', lambda run: run.device.startswith('cuda')),
         'stop_before_end_s': ('in a Slurm job with a time limit', lambda run: run.ends_at_s < float('inf')),
     },
-    'train_grpo.py': {
+    'train_grpo.py train_distill.py': {
         'dataset data_dir dataset_stages val_dataset windows eval_interval eval_sequences eval_iters '
         'global_batch_size loss_spike_guard': (
             'in scripts that learn from a dataset: here it is --prompts',

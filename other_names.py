@@ -127,7 +127,8 @@ pipeline_parallel_schedule: `pipeline_chunks` of train_pipeline.py
 expert_parallel_degree ep: `expert_parallel` of train_parallel.py
 deepspeed: train_deepspeed.py, with the JSON as --deepspeed_config
 zero_optimization: `zero_stage` of train_deepspeed.py; the other settings stay in the file of --deepspeed_config
-beta dpo_beta: `beta` of train_dpo.py, 0.1 by default; in GRPO it is a KL term, which train_grpo.py lacks
+beta dpo_beta: `beta` of train_dpo.py, 0.1 by default, and of train_distill.py; in GRPO it is a KL term, which
+    train_grpo.py lacks
 loss_type: `loss_type` of train_dpo.py and of train_grpo.py; fine-tuning has only cross-entropy
 ref_model reference_free precompute_ref_log_probs: not here: train_dpo.py computes the reference from `init_from` once
 rpo_alpha loss_weights: `sft_weight` of train_dpo.py
@@ -139,7 +140,9 @@ num_samples: `num_generations` of train_grpo.py; `num_samples` of sample.py
 num_return_sequences: `num_samples` of sample.py
 use_vllm: not here: each rank writes its own answers between updates; there is no second engine
 kl_coef kl_coeff: not here: no KL term and no reference in train_grpo.py
-teacher_model: not here: no distillation; sample.py --prompts writes a teacher's answers, to learn them
+teacher_model teacher_model_name_or_path: `teacher` of train_distill.py
+lmbda: `on_policy` of train_distill.py; in the other steps the teacher writes, as with seq_kd
+seq_kd: `on_policy=0` of train_distill.py
 start: `prompt` of sample.py
 temperature top_p top_k prompt: sample.py has them; `temperature` of train_grpo.py, which samples from all tokens
 do_sample: `temperature` of sample.py; 0 is greedy

@@ -237,6 +237,11 @@ def main(config, train_keys, explicit):
     """Judge all layouts, printing a row for each; returns the exit code."""
     began = time.monotonic()
     learns_from = config.learns_from or next((LEARNS_FROM[key] for key in LEARNS_FROM if key in train_keys), 'text')
+    if 'teacher' in train_keys:
+        raise ValueError(
+            'teacher: train_distill.py is not run here, and divides its work as train_grpo.py does: prove '
+            'config/grpo_chat.py with its --init_from'
+        )
     keys = keys_of_runs(train_keys, explicit, config, learns_from)
     if noise := [key for key in ('dropout', 'lora_dropout') if keys[key]]:
         raise ValueError(f'{noise[0]}={keys[noise[0]]}: each layout draws noise of its own: leave it at 0 here')

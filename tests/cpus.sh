@@ -61,6 +61,9 @@ numerics=(
     tests/test_train_dpo.py::test_layouts_are_equal
     tests/test_train_grpo.py::test_a_run_is_equal_to_a_plain_loop
     tests/test_train_grpo.py::test_layouts_are_equal
+    tests/test_train_distill.py::test_the_divergence_and_its_gradients_are_those_of_the_paper
+    tests/test_train_distill.py::test_a_run_is_equal_to_a_plain_loop
+    tests/test_train_distill.py::test_layouts_are_equal
     tests/test_evaluate.py::test_log_likelihoods_are_those_of_a_plain_loop
     tests/test_evaluate.py::test_the_numbers_are_the_same_on_1_2_and_3_ranks_however_the_model_is_sharded
     tests/test_evaluate.py::test_choices_beside_each_other_are_scored_as_alone_where_layers_have_windows_and_logits_a_cap

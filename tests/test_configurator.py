@@ -224,9 +224,11 @@ def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explai
                 assert {*knob.tags} == {*read_knobs(REPO / 'train_ddp.py')[key].tags} - {'model'}
                 continue
             assert {*knob.tags} <= {'result', 'per job', 'path', 'model', 'may change'}, (script, key, knob.tags)
-            if key == 'loss_type':  # the losses of train_dpo.py, and others of train_grpo.py, as in TRL
+            # the losses of train_dpo.py, and others of train_grpo.py; its beta and that of train_distill.py, as in TRL
+            if key in ('loss_type', 'beta') or (key == 'num_generations' and script == 'train_distill.py'):
                 continue
-            begins_late = script in ('train_dpo.py', 'train_grpo.py') and key in OF_LATE_STAGES
+            is_late = script in ('train_dpo.py', 'train_grpo.py', 'train_distill.py')
+            begins_late = is_late and key in OF_LATE_STAGES
             default = defaults.setdefault((key, begins_late), (knob.default, knob.types, knob.choices))
             assert default == (knob.default, knob.types, knob.choices), (script, key)
 
@@ -250,6 +252,7 @@ PATHS = {  # keys that name files or folders, by script; all train scripts have 
         'deepspeed_config',
         'prompts',
         'reward',
+        'teacher',
         'measured',
     },
     'average': {'out_dir', 'to'},

@@ -67,6 +67,8 @@ def test_an_answer_names_the_owner_of_a_key_that_the_script_lacks(script):
         ('train_ddp.py', 'max_steps_per_epoch', 'here it is max_iters, for the whole run'),
         ('train_ddp.py', 'beta', 'here it is beta of train_dpo.py'),
         ('train_grpo.py', 'beta', 'train_grpo.py lacks'),
+        ('train_distill.py', 'lmbda', 'here it is on_policy'),
+        ('train_grpo.py', 'teacher_model_name_or_path', 'here it is teacher of train_distill.py'),
         ('train_ddp.py', 'num-iterations', "max_iters for nanochat's"),
         ('train_ddp.py', 'optimizer.lr', 'here it is learning_rate'),
         ('train_ddp.py', 'training.seed', 'here it is seed'),

@@ -64,6 +64,7 @@ def test_models_of_transformers_lora_pairs_and_rewards(tmp_path):
         (['--dataset=gone', '--layouts=ddp'], 2, 'error: one process: dataset=gone: there is no '),
         (['--dropout=0.5', '--layouts=ddp'], 2, 'error: dropout=0.5: each layout draws noise of its own'),
         (['--n_embd=66', '--layouts=ddp'], 2, 'error: one process: n_embd=66'),
+        (['--teacher=models/large'], 2, 'error: teacher: train_distill.py is not run here'),
     ],
 )
 def test_what_cannot_be_proven_ends_in_one_line(tmp_path, keys, code, line):

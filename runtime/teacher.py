@@ -1,0 +1,87 @@
+"""
+The teacher of train_distill.py: another model with the student's tokenizer, frozen.
+
+    opened = open_teacher(run)                            # shapes only; refuses what the student cannot learn from
+    teacher = load_teacher(opened, run)                   # whole on each rank, or sharded as the student is
+    digest = check_teacher(opened, run, state.get('teacher'))    # for checkpoints: is it the one that the run had?
+"""
+
+from dataclasses import replace
+
+import torch
+
+import fsdp
+from runtime.first_weights import fingerprint_of_folder, fingerprint_of_run, initialize
+from runtime.opened import open_model
+from system import collectives
+
+
+def open_teacher(run):
+    """The Opened of the model that the key `teacher` names. Notes what it adds to the memory of a rank. Raises
+    ValueError for a model whose distribution is over other tokens than the student's."""
+    from text.tokenizer import difference
+
+    config, given = run.config, f'teacher={run.config.teacher}'
+    if not config.teacher:
+        raise ValueError(
+            'no teacher: name the model to learn from, a run or a Hugging Face folder with the tokenizer of '
+            f'init_from={config.init_from}, as --teacher=models/NAME'
+        )
+    opened = open_model(config.teacher, trust_remote_code=config.trust_remote_code, key='teacher')
+    student = run.pretrained.folder if run.pretrained else run.language_folder
+    if found := difference(opened.folder, student):
+        raise ValueError(
+            f'{given}: its tokenizer {found}, and each of its tokens has to mean the same to the student: use a '
+            'teacher of the same family'
+        )
+    if opened.vocab_size != config.vocab_size:
+        raise ValueError(
+            f'{given} has logits for {opened.vocab_size:,} tokens, init_from={config.init_from} for '
+            f'{config.vocab_size:,}: use a teacher with as many rows in its embedding'
+        )
+    if (opened.positions or config.block_size) < config.block_size:
+        raise ValueError(
+            f'{given} has {opened.positions:,} positions: use --block_size={opened.positions} or less, as this run has '
+            f'block_size={config.block_size}'
+        )
+    if config.packing and opened.pretrained and not opened.pretrained.keeps_documents_apart:
+        raise ValueError(f'{given}: {opened.arch} would let the answers in a row see each other: use --packing=False')
+    parameters = opened.empty(run.compute_dtype, run.device, config.block_size).parameter_counts()['total']
+    where = 'sharded over the ranks' if config.strategy == 'fsdp' else 'whole on each rank'
+    size = parameters * stored_dtype(run).itemsize / 1e9
+    run.notes.append(
+        f'{given}: {opened.arch}, {parameters:,} parameters, {size:.3f} GB {where}, which no plan of memory counts'
+    )
+    return opened
+
+
+def stored_dtype(run):
+    """What the teacher's weights are kept in. Half precision is for computing with: fp16 is too narrow to keep."""
+    return torch.bfloat16 if run.compute_dtype == torch.bfloat16 else torch.float32
+
+
+def load_teacher(opened, run):
+    """The model of an Opened, frozen, to be called as the student is. Collective."""
+    if run.config.strategy == 'ddp':
+        return opened.to_generate(run.config.dtype, run.device, run.notes.append).requires_grad_(False)
+    model = opened.empty(run.compute_dtype, run.device, run.config.block_size).requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:  # of LoRA's base, others may be in fewer bits
+            parameter.data = parameter.data.to(stored_dtype(run))
+    sharded = fsdp.shard(model, run.layout.mesh(run.device, run.config.timeout_s), run)
+    initialize(model, replace(run, start=opened, found=None))  # each rank reads the rows that it keeps
+    return sharded.eval()
+
+
+def check_teacher(opened, run, saved):
+    """A fingerprint of the teacher's weights, for checkpoints. saved: that of the checkpoint that the run resumes from.
+    Raises ValueError on every rank if they differ: what is learned would turn around within a run. Collective."""
+    of_weights = fingerprint_of_run if opened.path else fingerprint_of_folder
+    found = collectives.on_rank_0(of_weights, opened.path or opened.folder, patience_s=collectives.PATIENCE_S)
+    if run.found and saved != found:
+        raise ValueError(
+            f'teacher={run.config.teacher} holds other weights than the teacher that the run in '
+            f'{run.config.out_dir} has had: go on with that one, or use another --out_dir, perhaps with '
+            f'--init_from={run.config.out_dir}, which begins with its weights'
+        )
+    return found
