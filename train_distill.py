@@ -104,7 +104,8 @@ def losses_of_tokens(student, teacher):
     if beta == 1:
         return kl(student, teacher)
     # Of the mixture's tokens a share beta is the teacher's. It has written this one with probability sigmoid(log_odds),
-    # which is beta * teacher / mixture. (A mixture of logs would be rounded alike in all places, which adds up.)
+    # which is beta * teacher / mixture. (The log of the mixture itself, by logaddexp, adds log(beta) to each
+    # log-probability, which rounds most of them in the same direction: several times as far off in fp32.)
     log_odds = teacher - student + math.log(beta / (1 - beta))
     from_teacher = teacher.exp() * (F.logsigmoid(log_odds) - math.log(beta))  # teacher * log(teacher / mixture)
     from_student = student.exp() * (F.logsigmoid(-log_odds) - math.log(1 - beta))
@@ -137,8 +138,8 @@ while step < config.max_iters and not watch.must_stop:
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
 
-    # The student writes: all answers to a prompt on one rank. Answers have different lengths, so ranks make different
-    # numbers of forward passes; under FSDP the weights are gathered once before, and stay whole meanwhile.
+    # The student writes, or off-policy the teacher: all answers to a prompt on one rank. Answers differ in length, so
+    # ranks make different numbers of forward passes; under FSDP the weights are gathered once before, and stay whole.
     watch.begin_step(step)
     watch.mark('rollout')
     with strategy.whole_weights(model if student_writes(step) else teacher, run) as writer:
