@@ -2,9 +2,13 @@
 A mixture of experts (MoE), which takes the place of the MLP of a block.
 
 A block has E small MLPs, the experts, and each token is computed by only k of them, so the block has E/k times as many
-MLP weights as a token uses. A router, a matrix with one row per expert, learns which k to choose.
-The rule is that of Qwen3-MoE in transformers. An expert takes any number of tokens: with a limit some tokens would have
-to be dropped, and which ones would depend on what else is in the batch.
+MLP weights as a token uses. A router, a matrix with one row per expert, learns which k to choose. Beside them there may
+be a shared expert, which computes every token, so that the others need not all learn what every token needs
+(DeepSeekMoE, arXiv 2401.06066).
+
+The rule is that of Qwen3-MoE in transformers; the keys router_scores, router_normalize, router_scale, shared_expert_dim
+and shared_expert_gate make it that of Qwen2-MoE or of DeepSeek-V3 (arXiv 2412.19437). An expert takes any number of
+tokens: with a limit some tokens would have to be dropped, and which ones would depend on what else is in the batch.
 
 Letters for shapes are those of model.py, and R rows, each of a token and one of its k experts.
 """
@@ -24,9 +28,9 @@ class Balance(nn.Module):
     on average over the global batch, so that the loads sum to k. optim.balance_experts() updates it once a step.
     """
 
-    def __init__(self, n_experts, k, aux, z, bias_rate=0.0):
+    def __init__(self, n_experts, k, aux, z, bias_rate=0.0, scores='softmax'):
         super().__init__()
-        self.n_experts, self.k = n_experts, k
+        self.n_experts, self.k, self.scores = n_experts, k, scores
         self.aux, self.z, self.bias_rate = aux, z, bias_rate
         self.register_buffer('load', torch.empty(self.n_experts))
         self.register_buffer('bias', torch.empty(self.n_experts) if self.bias_rate else None)
@@ -50,6 +54,7 @@ class Balance(nn.Module):
 
             router_aux * E * sum over e of load[e] * p[e]  +  router_z * logsumexp(logits)^2
 
+        p is the softmax of the logits, or their sigmoids divided by the sum of these (DeepSeek-V3, equation 19).
         The first term is the balancing loss of the Switch Transformer (arXiv 2101.03961) as transformers scales it, so
         that E * sum is k under perfect balance; its gradient lowers p where the load is high. Usually the load is that
         of the same tokens. But then the loss of a micro-batch on one rank is not its part of the loss of the global
@@ -58,9 +63,10 @@ class Balance(nn.Module):
         cross-entropy, and the gradient depends on neither. The second term keeps logits small (arXiv 2202.08906).
         """
         lse = logits.logsumexp(-1)  # (N)
-        p = (logits - lse[:, None]).exp()  # (N, E)
+        log_p = logits - lse[:, None] if self.scores == 'softmax' else F.logsigmoid(logits).log_softmax(-1)
+        p = log_p.exp()  # (N, E)
         with torch.no_grad():
-            entropy = lse - (p * logits).sum(-1)  # (N)
+            entropy = -(p * log_p).sum(-1)  # (N)
             self.seen[-1] += (entropy * valid).sum()
             counted = valid.double().repeat_interleave(self.k)  # (N*k)
             self.seen.scatter_add_(0, chosen.flatten(), counted)  # sums of ones: the same in any order
@@ -72,11 +78,15 @@ class Router(Balance):
 
     def __init__(self, config):
         rates = config.router_aux, config.router_z, config.router_bias
-        super().__init__(config.n_experts, config.experts_per_token, *rates)
+        super().__init__(config.n_experts, config.experts_per_token, *rates, config.router_scores)
+        self.normalize, self.scale = config.router_normalize, config.router_scale
         self.weight = nn.Parameter(torch.empty(self.n_experts, config.n_embd))
 
     def forward(self, x, choice=None):
-        """x (N, C) -> weights (N, k), which sum to 1 for each token; chosen (N, k), numbers of experts; logits (N, E).
+        """x (N, C) -> weights (N, k); chosen (N, k), numbers of experts; logits (N, E).
+
+        The score of an expert is its part of the softmax of all logits, or the sigmoid of its own. The k highest scores
+        win, and are the weights: divided by their sum (normalize), and times `scale`.
 
         This is computed in fp32 whatever the dtype of x, because with bf16 logits 1 token in 30 has a tie between the
         last expert that is chosen and the next one. The router's weight is rounded to the dtype of x first, since under
@@ -85,7 +95,7 @@ class Router(Balance):
         the second. If a GPU chose again, a near tie could end differently, and backward would not match forward.
         """
         logits = F.linear(x.float(), self.weight.to(x.dtype).float())  # (N, E)
-        p = logits.softmax(-1)
+        p = logits.softmax(-1) if self.scores == 'softmax' else logits.sigmoid()
         if choice:
             chosen = choice[0]
         else:
@@ -94,7 +104,9 @@ class Router(Balance):
             if choice is not None:
                 choice.append(chosen)
         weights = p.gather(1, chosen)
-        return weights / weights.sum(-1, keepdim=True), chosen, logits
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights if self.scale == 1 else weights * self.scale, chosen, logits
 
 
 class ExpertLinear(nn.Module):
@@ -182,9 +194,10 @@ class TakeRows(torch.autograd.Function):
 class MoE(nn.Module):
     """A mixture of experts in the place of the MLP."""
 
-    def __init__(self, config):
+    def __init__(self, config, shared):
+        """shared: a module for all tokens beside the experts, or None."""
         super().__init__()
-        self.router, self.experts = Router(config), Experts(config)
+        self.router, self.experts, self.shared = Router(config), Experts(config), shared
 
     def forward(self, x, choice=None):
         """x (B, T, C) -> y (B, T, C), and what the router needs for its loss: (chosen (N, k), logits (N, E)).
@@ -194,6 +207,8 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)  # (N, C)
         weights, chosen, logits = self.router(tokens, choice)
         y = through_experts(tokens, chosen, weights.to(x.dtype), self.router.n_experts, self.experts)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
         return y.view_as(x), (chosen, logits)
 
 

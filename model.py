@@ -69,6 +69,11 @@ class ModelConfig:
     n_experts: int = 0  # 0: one MLP in each block, which computes all tokens
     experts_per_token: int = 2
     expert_hidden_dim: int | None = None
+    shared_expert_dim: int = 0  # width of an MLP for all tokens beside the experts; 0: none
+    shared_expert_gate: bool = False
+    router_scores: str = 'softmax'  # or 'sigmoid', see experts.Router
+    router_normalize: bool = True
+    router_scale: float = 1.0
     router_aux: float = 0.001  # see experts.Balance.loss_sum()
     router_z: float = 0.0
     router_bias: float = 0.0  # see optim.balance_experts()
@@ -207,6 +212,8 @@ def check_experts(config):
         )
     if config.bias:
         raise ValueError(f'{given} with bias=True: experts have none: leave bias out')
+    if config.router_scores not in ('softmax', 'sigmoid'):
+        raise ValueError(f'router_scores={config.router_scores!r}: expected softmax or sigmoid')
 
 
 def check_yarn(yarn, block_size):
@@ -432,17 +439,29 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two matrices with GELU between them, or three with a SiLU gate (SwiGLU; Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, config):
+    def __init__(self, config, hidden_dim):
         super().__init__()
-        self.up = Linear(config.n_embd, config.mlp_hidden_dim, bias=config.bias)
-        self.gate = Linear(config.n_embd, config.mlp_hidden_dim, bias=config.bias) if config.llama_style else None
-        self.down = Linear(config.mlp_hidden_dim, config.n_embd, bias=config.bias)
+        self.up = Linear(config.n_embd, hidden_dim, bias=config.bias)
+        self.gate = Linear(config.n_embd, hidden_dim, bias=config.bias) if config.llama_style else None
+        self.down = Linear(hidden_dim, config.n_embd, bias=config.bias)
         self.approximate = 'tanh' if config.arch == 'gpt2' and config.bias else 'none'
 
     def forward(self, x):
         if self.gate is not None:
             return self.down(F.silu(self.gate(x)) * self.up(x))
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class SharedExpert(MLP):
+    """The expert of a mixture that computes every token. With a gate, each token says how much of it counts."""
+
+    def __init__(self, config):
+        super().__init__(config, config.shared_expert_dim)
+        self.score = nn.Linear(config.n_embd, 1, bias=False) if config.shared_expert_gate else None
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.score is None else y * torch.sigmoid(linear(x, self.score.weight))
 
 
 class Block(nn.Module):
@@ -457,9 +476,9 @@ class Block(nn.Module):
         if self.is_mixture:
             from experts import MoE  # here, since other models need nothing of it
 
-            self.mlp = MoE(config)
+            self.mlp = MoE(config, SharedExpert(config) if config.shared_expert_dim else None)
         else:
-            self.mlp = MLP(config)
+            self.mlp = MLP(config, config.mlp_hidden_dim)
         self.drop = nn.Dropout(config.dropout)
         self.branch_scale = 1 / config.ratios[1]
         self.activation_checkpointing = 'none'
@@ -666,7 +685,7 @@ class GPT(nn.Module):
         std = (fan_in / m_N) ** -0.5 if self.config.arch == 'enoki' else 0.02
         if self.config.base_width is not None:
             std *= m_N**-0.5 if name.startswith('blocks.') else 1
-        elif name.endswith(('attn.proj.weight', 'mlp.down.weight', 'experts.down.weight')):
+        elif name.endswith(('attn.proj.weight', 'mlp.down.weight', 'experts.down.weight', 'shared.down.weight')):
             # 2 n_layer of them add to the residual stream (the weights of a token's experts sum to 1)
             std *= (2 * self.config.n_layer) ** -0.5
         return torch.randn(parameter.shape, generator=generator_of(seed, name, device), device=device) * std

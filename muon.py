@@ -29,6 +29,7 @@ from model import Attention
 from pieces import CHUNK, FOREACH, in_parts
 
 MOMENTUM = 0.95  # mu
+NOT_HIDDEN = ('head', 'lm_head', 'score', 'shared_expert_gate')
 
 
 class Cut(NamedTuple):
@@ -53,9 +54,10 @@ def cut_of(model, share):
 def hidden_matrices(model):
     """The parameters that Muon trains, as {parameter: [rows of each matrix that is fused in it]}.
 
-    These are the weights of all Linear modules except two kinds. In the head (`head`, `lm_head`), as in embeddings,
-    Muon's author finds AdamW better; and in LoRA's matrices tiny first gradients would become full-size steps. Fused
-    q, k and v count as three matrices, and the experts of a mixture as one each.
+    These are the weights of all Linear modules except three kinds. In the head (`head`, `lm_head`), as in embeddings,
+    Muon's author finds AdamW better; the gate of a shared expert is a single row; and in LoRA's matrices tiny first
+    gradients would become full-size steps. Fused q, k and v count as three matrices, and the experts of a mixture as
+    one each.
     """
     hidden, others = {}, set()
     for name, module in model.named_modules():
@@ -65,7 +67,7 @@ def hidden_matrices(model):
             is_hidden = parameter.dim() == 2 and not isinstance(module, nn.Embedding) and parameter.requires_grad
             if is_hidden and hasattr(module, 'n_matrices'):  # experts.ExpertLinear
                 hidden[parameter] = [parameter.shape[0] // module.n_matrices] * module.n_matrices
-            if is_hidden and name.split('.')[-1] not in ('head', 'lm_head') and own_name not in ('lora_A', 'lora_B'):
+            if is_hidden and name.split('.')[-1] not in NOT_HIDDEN and own_name not in ('lora_A', 'lora_B'):
                 hidden.setdefault(parameter, [parameter.shape[0]])
             else:
                 others.add(parameter)

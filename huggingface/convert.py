@@ -5,10 +5,10 @@ Converts models of model.py to and from those of `transformers`: configuration, 
     hf_model = AutoModelForCausalLM.from_config(config_to_transformers(model_config))
     hf_model.load_state_dict(to_transformers(model.state_dict(), model_config))
 
-gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM; qwen3 with experts becomes
-Qwen3MoeForCausalLM. Only the layout differs. transformers has three matrices for queries, keys and values (except in
-GPT-2), stores the matrices of GPT-2's blocks as (in, out), and does not pad the vocabulary. Its files have a matrix for
-each expert, but in memory it has one tensor (E, 2M, C) for gate and up, and one (E, C, M) for down.
+gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM; with experts class_of_experts()
+says which class has their rule. Only the layout differs. transformers has three matrices for queries, keys and values
+(except in GPT-2), stores the matrices of GPT-2's blocks as (in, out), and does not pad the vocabulary. Its files have a
+matrix for each expert, but in memory it has one tensor (E, 2M, C) for gate and up, and one (E, C, M) for down.
 """
 
 from dataclasses import replace
@@ -54,7 +54,12 @@ LLAMA_MODULES = {  # also for qwen3
     'mlp.experts.gate': 'mlp.experts.{}.gate_proj',  # 0, 1, ...
     'mlp.experts.up': 'mlp.experts.{}.up_proj',
     'mlp.experts.down': 'mlp.experts.{}.down_proj',
+    'mlp.shared.gate': 'mlp.shared_expert.gate_proj',
+    'mlp.shared.up': 'mlp.shared_expert.up_proj',
+    'mlp.shared.down': 'mlp.shared_expert.down_proj',
+    'mlp.shared.score': 'mlp.shared_expert_gate',
 }
+DOTS1_MODULES = {ours: theirs.replace('shared_expert.', 'shared_experts.') for ours, theirs in LLAMA_MODULES.items()}
 
 # Fields of ModelConfig -> keys of transformers' configurations. (GPT2Config accepts the shared ones as well.)
 SHARED_KEYS = {'vocab_size': 'vocab_size', 'tie_embeddings': 'tie_word_embeddings', 'n_layer': 'num_hidden_layers'}
@@ -63,7 +68,9 @@ GPT2_KEYS = SHARED_KEYS | {'mlp_hidden_dim': 'n_inner', 'norm_eps': 'layer_norm_
 LLAMA_KEYS = SHARED_KEYS | {'n_kv_head': 'num_key_value_heads', 'head_dim': 'head_dim'}
 LLAMA_KEYS |= {'mlp_hidden_dim': 'intermediate_size', 'norm_eps': 'rms_norm_eps'}
 EXPERT_KEYS = {'n_experts': 'num_experts', 'experts_per_token': 'num_experts_per_tok'}
-EXPERT_KEYS |= {'expert_hidden_dim': 'moe_intermediate_size'}
+EXPERT_KEYS |= {'expert_hidden_dim': 'moe_intermediate_size', 'router_normalize': 'norm_topk_prob'}
+QWEN2_MOE_KEYS = EXPERT_KEYS | {'shared_expert_dim': 'shared_expert_intermediate_size', 'qkv_bias': 'qkv_bias'}
+DOTS1_KEYS = EXPERT_KEYS | {'n_experts': 'n_routed_experts', 'router_scale': 'routed_scaling_factor'}
 
 
 def is_in_transformers(model_config):
@@ -74,9 +81,26 @@ def is_in_transformers(model_config):
     if model_config.arch == 'gpt2':
         usual_heads = model_config.n_head * model_config.head_dim == model_config.n_embd
         return model_config.bias and usual_heads and model_config.n_kv_head == model_config.n_head
+    if model_config.n_experts:
+        return class_of_experts(model_config) is not None
     if model_config.arch == 'qwen3':
-        return not model_config.bias and not model_config.attention_gate and not model_config.router_bias
-    return model_config.arch == 'llama' and not model_config.n_experts
+        return not model_config.bias and not model_config.attention_gate
+    return model_config.arch == 'llama'
+
+
+def class_of_experts(model_config):
+    """The model_type of transformers' class that computes a mixture, or None. DeepSeek-V3's experts stand beside an
+    attention that model.py lacks; dots.llm1 has them beside that of Qwen3."""
+    has_softmax = model_config.router_scores == 'softmax' and model_config.router_scale == 1
+    has_softmax = has_softmax and not model_config.router_bias
+    shared, has_gate = model_config.shared_expert_dim, model_config.shared_expert_gate
+    if model_config.arch == 'llama':
+        return 'qwen2_moe' if has_softmax and shared and has_gate else None
+    if model_config.attention_gate:
+        return None
+    if model_config.router_scores == 'sigmoid':
+        return 'dots1' if shared and shared % model_config.expert_hidden_dim == 0 and not has_gate else None
+    return 'qwen3_moe' if has_softmax and not shared else None
 
 
 def without_multipliers(state_dict, model_config):
@@ -96,6 +120,8 @@ def names_in_transformers(name, model_config):
     """The names in transformers' files of the parameter that model.py calls `name`: one, or several whose rows model.py
     stacks into one matrix (queries, keys and values, or experts)."""
     modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
+    if model_config.router_scores == 'sigmoid':
+        modules = DOTS1_MODULES
     module, kind = name.rsplit('.', 1)  # kind: weight or bias
     if module.startswith('blocks.'):
         _, number, inner = module.split('.', 2)
@@ -119,6 +145,8 @@ def to_transformers(state_dict, model_config):
     for name, tensor in state_dict.items():
         if is_load(name):
             continue
+        if name.endswith('router.bias'):
+            continue
         if '.experts.' in name:
             theirs |= experts_to_transformers(name, state_dict, model_config)
             continue
@@ -127,6 +155,10 @@ def to_transformers(state_dict, model_config):
         pieces = tensor.split(qkv_rows) if len(their_names) == 3 else [tensor]
         for their_name, piece in zip(their_names, pieces, strict=True):
             theirs[their_name] = (piece.T if is_transposed(name, piece, model_config) else piece).contiguous()
+    if model_config.n_experts and class_of_experts(model_config) == 'dots1':
+        for number in range(model_config.n_layer):
+            bias = state_dict.get(f'blocks.{number}.mlp.router.bias', torch.zeros(model_config.n_experts))
+            theirs[f'model.layers.{number}.mlp.gate.e_score_correction_bias'] = bias
     return theirs
 
 
@@ -193,8 +225,8 @@ def weights_of_export(folder, model_config):
 
 
 def config_to_transformers(model_config):
-    """The GPT2Config, LlamaConfig, Qwen3Config or Qwen3MoeConfig of a ModelConfig, without special tokens, since the
-    defaults of these classes would be wrong."""
+    """The configuration of transformers' class for a ModelConfig, without special tokens, since the defaults of these
+    classes would be wrong."""
     import transformers
 
     arch, dropout = model_config.arch, model_config.dropout
@@ -207,14 +239,17 @@ def config_to_transformers(model_config):
     keys['rope_parameters'] = {'rope_type': 'default', 'rope_theta': model_config.rope_theta}
     if model_config.yarn:
         keys |= rotation.with_yarn(keys['rope_parameters'], *model_config.yarn)
+    if model_config.n_experts:
+        kind = class_of_experts(model_config)
+        names = {'qwen2_moe': QWEN2_MOE_KEYS, 'dots1': DOTS1_KEYS}.get(kind, EXPERT_KEYS)
+        keys |= {theirs: getattr(model_config, ours) for ours, theirs in names.items()}
+        if kind == 'dots1':
+            shared = model_config.shared_expert_dim // model_config.expert_hidden_dim
+            return transformers.Dots1Config(n_shared_experts=shared, sliding_window=None, **keys)
+        keys['router_aux_loss_coef'] = model_config.router_aux  # of their loss, which computes the load itself
+        return (transformers.Qwen2MoeConfig if kind == 'qwen2_moe' else transformers.Qwen3MoeConfig)(**keys)
     if arch == 'llama':
         return transformers.LlamaConfig(mlp_bias=model_config.bias, **keys)
-    if model_config.n_experts:
-        keys |= {theirs: getattr(model_config, ours) for ours, theirs in EXPERT_KEYS.items()}
-        # By default the experts' weights are not normalized. The factor is also used in their loss, which computes the
-        # load itself.
-        keys |= {'norm_topk_prob': True, 'router_aux_loss_coef': model_config.router_aux}
-        return transformers.Qwen3MoeConfig(**keys)
     return transformers.Qwen3Config(**keys)
 
 

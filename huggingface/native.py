@@ -6,10 +6,10 @@ The model of a Hugging Face folder, computed by model.py instead of `transformer
     line = self_test(pretrained, model_config)      # checks that logits equal those of transformers' class
     weights = weights_for_transformers(weights, state)   # a checkpoint's, under transformers' names
 
-model.py computes the same as transformers for GPT-2, Llama, Qwen2, Qwen3, Qwen3-MoE and models of their architecture
-(SmolLM2, Mistral, ...). Everything that works on models of model.py then works on these: tensor parallelism, pipelines,
-the compiled loss. out_dir/model keeps their configuration and tokenizer, as for every fine-tuned model, and checkpoints
-have model.py's names.
+model.py computes the same as transformers for GPT-2, Llama, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE and models of their
+architecture (SmolLM2, Mistral, ...). Everything that works on models of model.py then works on these: tensor
+parallelism, pipelines, the compiled loss. out_dir/model keeps their configuration and tokenizer, as for every
+fine-tuned model, and checkpoints have model.py's names.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from system.files import read_json
 
 # transformers' architectures -> the architecture of model.py that computes the same, under the conditions below.
 SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'granite': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
-SAME_AS['qwen3_moe'] = 'qwen3'
+SAME_AS |= {'qwen2_moe': 'llama', 'qwen3_moe': 'qwen3'}
 # What other architectures have and model.py lacks.
 HAVE = {
     'cohere': 'logits that are scaled, and attention and MLP side by side',
@@ -54,7 +54,7 @@ LLAMA_TAKES = {'hidden_act': ('silu',), 'rope_type': ('default', 'llama3', 'yarn
 LLAMA_TAKES |= dict.fromkeys(('embedding_multiplier', 'residual_multiplier', 'logits_scaling'), (1,))  # Granite's
 YARN_TAKES = {'attention_factor': (None,), 'beta_fast': (None, 32), 'beta_slow': (None, 1), 'truncate': (None, True)}
 YARN_TAKES |= {'mscale': (None,), 'mscale_all_dim': (None,)}
-EXPERTS_TAKE = {'norm_topk_prob': (True,), 'decoder_sparse_step': (1,), 'mlp_only_layers': ([], None)}
+EXPERTS_TAKE = {'decoder_sparse_step': (1,), 'mlp_only_layers': ([], None)}
 LLAMA3_ROPE = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 
@@ -106,13 +106,16 @@ def model_config_of(pretrained):
     if found['rope_type'] == 'llama3':
         keys['llama3_rope'] = [found[key] for key in LLAMA3_ROPE]
     keys['rope_theta'] = found['rope_theta']
-    keys['bias'], keys['qkv_bias'] = bool(found.get('attention_bias', False)), pretrained.arch == 'qwen2'
+    keys['bias'] = bool(found.get('attention_bias', False))
+    keys['qkv_bias'] = pretrained.arch == 'qwen2' or bool(found.get('qkv_bias', False))
     take(found, {'mlp_bias': (keys['bias'],), 'partial_rotary_factor': (1.0,)})
     if arch == 'qwen3':
         take(found, {'attention_bias': (False,)})
-    if pretrained.arch == 'qwen3_moe':
+    if pretrained.arch in ('qwen2_moe', 'qwen3_moe'):
         take(found, EXPERTS_TAKE)
-        keys |= {ours: getattr(config, theirs) for ours, theirs in convert.EXPERT_KEYS.items()}
+        names = convert.QWEN2_MOE_KEYS if pretrained.arch == 'qwen2_moe' else convert.EXPERT_KEYS
+        keys |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
+        keys['shared_expert_gate'] = pretrained.arch == 'qwen2_moe'
     window = getattr(config, 'sliding_window', None) or math.inf  # Qwen3's is None if it is not used
     if window < pretrained.block_size:
         kinds = getattr(config, 'layer_types', None) or ['sliding_attention'] * config.num_hidden_layers

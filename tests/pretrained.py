@@ -32,6 +32,7 @@ MORE_MODELS = {  # only on 2 ranks: classes that get this project's attention, a
     'olmo2': ('Olmo2Config', SIZES),
     'phi3': ('Phi3Config', SIZES | {'sliding_window': 8, 'pad_token_id': 0}),
     'qwen3_moe': ('Qwen3MoeConfig', SIZES | EXPERTS | {'head_dim': 16}),
+    'qwen2_moe': ('Qwen2MoeConfig', SIZES | EXPERTS | {'shared_expert_intermediate_size': 24}),
     'smollm3': ('SmolLM3Config', SIZES | {'pad_token_id': 0}),
     'starcoder2': ('Starcoder2Config', SIZES | {'sliding_window': 8}),
     'gemma2': ('Gemma2Config', SIZES | SOFT_CAPS),

@@ -63,7 +63,17 @@ SHAPES = [
     {'n_experts': 16, 'experts_per_token': 4, 'expert_hidden_dim': 24, 'head_dim': 16},
     {'n_experts': 3, 'experts_per_token': 3, 'expert_hidden_dim': 17, 'tie_embeddings': True},
     {'n_experts': 64, 'experts_per_token': 8, 'expert_hidden_dim': 8, 'n_layer': 3, 'n_embd': 80},
+    {'router_normalize': False},
 ]
+SHARED = {'shared_expert_dim': 48, 'expert_hidden_dim': 24}
+QWEN2 = SHARED | {'arch': 'llama', 'shared_expert_gate': True, 'qkv_bias': True, 'n_kv_head': 2}
+DEEPSEEK = SHARED | {'router_scores': 'sigmoid', 'router_scale': 2.5, 'router_bias': 0.001}
+OTHERS = {
+    'Qwen2MoeForCausalLM': [QWEN2, QWEN2 | {'router_normalize': False, 'shared_expert_dim': 17, 'qkv_bias': False}],
+    'Dots1ForCausalLM': [DEEPSEEK, DEEPSEEK | {'router_normalize': False, 'router_bias': 0.0, 'head_dim': 16}],
+}
+OF_CLASS = [('Qwen3MoeForCausalLM', shape) for shape in SHAPES]
+OF_CLASS += [(name, shape) for name, shapes in OTHERS.items() for shape in shapes]
 
 
 def pooled_balance(chosen, logits, n_experts):
@@ -72,23 +82,32 @@ def pooled_balance(chosen, logits, n_experts):
     return n_experts * (shares * torch.stack([of_layer.softmax(-1).mean(0) for of_layer in logits]).mean(0)).sum()
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-@torch.no_grad()
-def test_logits_and_balancing_loss_equal_transformers(shape):
+@pytest.mark.parametrize('name, shape', OF_CLASS)
+def test_logits_gradients_and_balancing_loss_equal_transformers(name, shape):
     transformers = pytest.importorskip('transformers')
     ours, x = make_model(**shape).eval(), make_tokens(3)
+    for router in ours.routers if ours.config.router_bias else ():  # a bias that changes choices, and comes near no tie
+        router.bias.copy_(0.02 * torch.arange(router.n_experts).roll(3))
     theirs = transformers.AutoModelForCausalLM.from_config(convert.config_to_transformers(ours.config)).eval()
-    assert type(theirs).__name__ == 'Qwen3MoeForCausalLM'
+    assert type(theirs).__name__ == name
     theirs.set_experts_implementation('eager')  # grouped_mm takes no odd sizes
     theirs.load_state_dict(convert.to_transformers(ours.state_dict(), ours.config))
-    expected, said = theirs(input_ids=x, labels=x, output_router_logits=True), []
+    has_loss = name != 'Dots1ForCausalLM'  # whose class has no balancing loss
+    expected, said = theirs(input_ids=x, labels=x, **({'output_router_logits': True} if has_loss else {})), []
     for block in ours.blocks:
         block.mlp.register_forward_hook(lambda module, args, output: said.append(output[1]))
     logits = ours(x)
     chosen, router_logits = zip(*said, strict=True)
     assert gap_of_choice(torch.stack(router_logits), ours.config.experts_per_token) > MARGIN
     assert error(logits, expected.logits) <= apart()
-    assert error(pooled_balance(chosen, router_logits, ours.config.n_experts), expected.aux_loss) <= apart()
+    if has_loss:
+        assert error(pooled_balance(chosen, router_logits, ours.config.n_experts), expected.aux_loss) <= apart()
+    for of_model in (logits, expected.logits):
+        (of_model * torch.randn(of_model.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    gradients = {key: parameter.grad for key, parameter in ours.named_parameters()}
+    gradients = convert.to_transformers(gradients, ours.config)
+    for key, parameter in theirs.named_parameters():
+        assert error(gradients[key], parameter.grad) <= 10 * apart(), key
 
 
 # --- what is computed -------------------------------------------------------------------------------------------------

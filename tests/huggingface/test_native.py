@@ -35,6 +35,9 @@ FOLDERS = {
     'qwen2': ('qwen2', {}),
     'qwen3': ('qwen3', {}),
     'qwen3_moe': ('qwen3_moe', {'norm_topk_prob': True}),
+    'qwen3_moe, weights as scored': ('qwen3_moe', {}),
+    'qwen2_moe, biases': ('qwen2_moe', {}),
+    'qwen2_moe, normalized': ('qwen2_moe', {'norm_topk_prob': True, 'qkv_bias': False}),
     'gpt2': ('gpt2', {}),
     'gpt2, narrow mlp': ('gpt2', {'n_inner': 56, 'activation_function': 'gelu_pytorch_tanh'}),
 }
@@ -136,7 +139,6 @@ CANNOT = {
     'logits': ('granite', {}, 'logits_scaling=4.0, model.py computes with 1'),
     'logits of cohere': ('cohere', {}, 'has logits that are scaled'),
     'state space': ('mamba', {}, 'has a state space in place of attention'),
-    'weights of experts': ('qwen3_moe', {}, 'norm_topk_prob=False'),
     'dense layers': ('qwen3_moe', {'norm_topk_prob': True, 'mlp_only_layers': [0]}, 'mlp_only_layers=[0]'),
     'gelu': ('llama', {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     'one bias': ('llama', {'attention_bias': True}, 'mlp_bias=False'),
@@ -210,14 +212,11 @@ LAYOUTS = {
     'pipeline': (2, 'train_pipeline.py', []),  # of three blocks: two and one
     'diloco': (2, 'train_diloco.py', ['--num_replicas=1', *ALONE]),
 }
-KINDS = ('llama_tied', 'gpt2', 'qwen3_moe')
+KINDS = ('llama_tied', 'gpt2', 'qwen3_moe', 'qwen2_moe')
 CHANGES = {'qwen3_moe': {'norm_topk_prob': True}}
-KEYS = {'qwen3_moe': ['--router_aux=1', '--router_z=0.01']}  # without them transformers' class has no such loss
+KEYS = dict.fromkeys(('qwen2_moe', 'qwen3_moe'), ['--router_aux=1', '--router_z=0.01'])  # or their classes have no loss
 CASES = [
-    (kind, layout)
-    for kind in KINDS
-    for layout in LAYOUTS
-    if kind != 'qwen3_moe' or layout not in ('tensor', 'pipeline')
+    (kind, layout) for kind in KINDS for layout in LAYOUTS if kind not in KEYS or layout not in ('tensor', 'pipeline')
 ]
 
 
@@ -257,7 +256,7 @@ def test_a_run_is_the_one_that_transformers_class_makes(runs, kind, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', KINDS)
 def test_its_export_is_the_folder_with_the_weights_that_were_trained(runs, kind, tmp_path):
-    exported, other = {}, 'manual' if kind == 'qwen3_moe' else 'pipeline'
+    exported, other = {}, 'manual' if kind in KEYS else 'pipeline'
     for name in ('theirs', other):
         keys = [f'--out_dir={runs / kind / name}', f'--to={tmp_path / name}', '--dtype=float32']
         assert 'equal to the bit' in fork_script('export_model.py', *keys)[0].stdout
