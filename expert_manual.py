@@ -61,9 +61,9 @@ def check(keys, layout, shape):
     given = f'expert_parallel={layout.expert}'
     n_experts = shape.n_experts if isinstance(shape, ModelConfig) else 0
     if not n_experts and not isinstance(shape, ModelConfig):
-        way = 'use --native=True, or ' if shape.arch == 'qwen3_moe' else ''
+        way = 'use --native=True, or ' if shape.arch in ('qwen2_moe', 'qwen3_moe') else ''
         raise ValueError(
-            f'{given} with init_from={keys["init_from"]}: of mixtures model.py computes Qwen3-MoE in this way: '
+            f'{given} with init_from={keys["init_from"]}: of mixtures model.py computes those of Qwen2 and Qwen3: '
             f'{way}leave it at 1, FSDP shards all weights'
         )
     if not n_experts:
