@@ -46,6 +46,7 @@ REFUSED = ('lora_dropout', 'lora_rslora', 'modules_to_save')  # an error: withou
 IN_WORDS = {  # of a condition on these keys
     'lora_rank': 'with LoRA: give a --lora_rank, as 16, with a Hugging Face folder as --init_from',
     'n_experts': 'from scratch with --n_experts',
+    'shared_expert_dim': 'from scratch with --n_experts and --shared_expert_dim',
     'temperature': 'with a --temperature above 0',
     'eval_iters': 'without --eval_iters',
     'out_dir': "with a run's folder as --out_dir",
