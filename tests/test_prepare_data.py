@@ -1,7 +1,6 @@
 """prepare_data.py from the command line: what it reads, the shards that it writes, kills, and bad input."""
 
 import collections
-import csv
 import fcntl
 import gzip
 import hashlib
@@ -27,7 +26,7 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 from faults import children_of, is_alive, wait_until
-from launch import REPO, environment, run_script
+from launch import REPO, environment, refusals, run_script
 from prepared import (
     CACHE,
     contents,
@@ -182,7 +181,7 @@ def test_gpt2_tokens_are_tiktokens_of_the_whole_document(text_folder, tmp_path, 
     for path in sorted(text_folder.iterdir()):
         expected += encoding.encode_ordinary(path.read_text(encoding='utf-8')) + [50256]
     dataset = tmp_path / 'data' / f'{text_folder.name}-gpt2'
-    assert meta_of(dataset)['dtype'] == 'uint16'
+    assert meta_of(dataset)['dtype'] == 'uint16' and list(meta_of(dataset)['splits']) == ['train']
     assert tokens_of(dataset, 'train').tolist() == expected
 
 
@@ -359,18 +358,6 @@ def test_compressed_files_give_the_same_tokens(ending, tmp_path):
         assert one == other and len(one) > 10
 
 
-def test_reading_a_compressed_file_goes_on_behind_any_unit(tmp_path):
-    for name in ('rows.jsonl.gz', 'long.txt.zst'):
-        write_rows(tmp_path / 'rows', make_texts(4000, words=300))
-        write_compressed(tmp_path / name, (tmp_path / 'rows').read_bytes())
-        source = sources.find_source(str(tmp_path / name))
-        units = list(reading.units_of(source))
-        assert len(units) > 2 and sum(unit.work for unit in units) == source.total
-        for number, unit in enumerate(units[:-1]):
-            rest = list(reading.units_of(source, unit.next))
-            assert [one.pieces for one in rest] == [one.pieces for one in units[number + 1 :]]
-
-
 def test_a_damaged_compressed_file_is_named(tmp_path):
     write_rows(tmp_path / 'rows', [os.urandom(400).hex() for _ in range(3000)])
     write_compressed(tmp_path / 'rows.jsonl.gz', (tmp_path / 'rows').read_bytes())
@@ -508,9 +495,6 @@ def test_a_template_takes_fields_of_any_name_and_leaves_no_braces(tmp_path):
         assert texts_in(tmp_path / name, 'Q: {title}?')[0] == ['Q: T?'] * 3, name  # around one field, too
         with pytest.raises(ValueError, match="has no field 'article_body'.*it has: title, article-body, a b, d.e"):
             sources.find_source(str(tmp_path / name), '{title} {article_body}')
-    for template in ('{title} {}', '{title} {article-body'):
-        error = error_of(tmp_path, f'--dataset={tmp_path}/a.jsonl', '--tokenizer=bytes', f'--text_field={template}')
-        assert 'in each pair of {braces}' in error
 
 
 def test_an_array_in_a_file_of_lines_is_read_as_an_array(tmp_path):
@@ -601,31 +585,6 @@ def test_the_next_command_is_one_that_can_run(tmp_path):
     options = ['--tokenizer=bytes', '--text_field={prompt_txt} {reply_txt}']
     printed = prepare(tmp_path, f'--dataset={tmp_path}/rows.jsonl', *options).stdout
     assert 'next: more text, or a larger --val_fraction' in printed.splitlines()[-1] and '--block_size' not in printed
-
-
-def test_reading_a_table_goes_on_behind_any_unit(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, 'UNIT_BYTES', 3000)
-    monkeypatch.setattr(reading, 'PIECE_BYTES', 1000)
-    with open(tmp_path / 'rows.csv', 'w', newline='') as file:
-        csv.writer(file).writerows([('id', 'text'), *enumerate(make_texts(100))])
-    write_compressed(tmp_path / 'rows.csv.gz', (tmp_path / 'rows.csv').read_bytes())
-    for name in ('rows.csv', 'rows.csv.gz'):
-        assert texts_in(tmp_path / name)[0] == make_texts(100)
-        source = sources.find_source(str(tmp_path / name))
-        units = list(reading.units_of(source))
-        assert len(units) > 5 and sum(unit.work for unit in units) == source.total
-        for number, unit in enumerate(units):
-            rest = [piece for one in reading.units_of(source, unit.next) for piece in one.pieces]
-            assert rest == [piece for one in units[number + 1 :] for piece in one.pieces]
-
-
-def test_a_misspelt_field_of_a_json_file_is_refused_with_those_it_has(tmp_path):
-    (tmp_path / 'rows.json').write_text(json.dumps([{'text': 'a', 'url': 'http'}, {'text': 'b', 'url': 'http'}]))
-    assert texts_in(tmp_path / 'rows.json')[0] == texts_in(tmp_path / 'rows.json', 'text')[0] == ['a', 'b']
-    with pytest.raises(ValueError, match="'txt'.*: text, url"):
-        texts_in(tmp_path / 'rows.json', 'txt')
-    (tmp_path / 'rows.yaml').write_text('- {text: a, url: http}\n')
-    assert texts_in(tmp_path / 'rows.yaml', 'txt')[0] == []
 
 
 def test_a_json_file_with_one_object_behind_another_is_read(tmp_path):
@@ -836,35 +795,48 @@ def test_two_processes_do_not_write_one_folder(text_folder, tmp_path):
     assert 'another process' in error
 
 
-def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, 'UNIT_BYTES', 5000)
-    monkeypatch.setattr(reading, 'PIECE_BYTES', 5000)
-    monkeypatch.setattr(reading, 'ROWS_AT_ONCE', 7)
-    texts = make_texts(60)
-    folder = tmp_path / 'mixed'
-    folder.mkdir()
-    for number in range(5):
-        (folder / f'{number}.txt').write_text('\n'.join(texts[:20]), encoding='utf-8')
-    (folder / 'lines.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
-    pyarrow.parquet.write_table(pyarrow.table({'text': texts}), folder / 'rows.parquet', row_group_size=17)
-    datasets.Dataset.from_dict({'text': texts}).save_to_disk(tmp_path / 'saved')
-    files = [str(folder / 'rows.parquet')] * 3
-    stream = datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)
-    found = [
-        sources.find_source(str(folder)),
-        sources.find_source(str(tmp_path / 'saved')),
-        sources.stream_source(stream, {'name': 'three files', 'split': 'train'}, 'text'),
-    ]
+UNITS = ['files', 'saved', 'stream', 'csv', 'csv.gz', 'json', 'jsonl.gz', 'txt.zst']
+
+
+@pytest.mark.parametrize('form', UNITS)
+def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch, form):
+    for name, size in {'UNIT_BYTES': 5000, 'PIECE_BYTES': 5000, 'JSON_BYTES': 100, 'ROWS_AT_ONCE': 7}.items():
+        monkeypatch.setattr(reading, name, size)
+    texts = [f'{text}]}},{{"' for text in make_texts(60)]  # what ends rows and lists of JSON
+    rows, path, kind = [{'text': text} for text in texts], tmp_path / f'rows.{form}', form.partition('.')[0]
+    quoted = ['"' + text.replace('"', '""') + '"' for text in ('text', *texts)]
+    content = {'csv': '\n'.join(quoted), 'json': json.dumps(rows, indent=2, ensure_ascii=False)}
+    content |= {'jsonl': '\n'.join(map(json.dumps, rows)), 'txt': '\n'.join(texts)}
+    if form == 'saved':
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    elif form == 'files':
+        path.mkdir()
+        for number in range(5):
+            (path / f'{number}.txt').write_text('\n'.join(texts[:20]), encoding='utf-8')
+        (path / 'lines.jsonl').write_text(content['jsonl'])
+    elif kind == form != 'stream':
+        path.write_text(content[kind], encoding='utf-8', newline='')
+    elif form != 'stream':
+        write_compressed(path, content[kind].encode())
+    if form in ('files', 'stream'):
+        table = path / 'rows.parquet' if form == 'files' else path
+        pyarrow.parquet.write_table(pyarrow.table({'text': texts}), table, row_group_size=17)
+    if form == 'stream':
+        stream = datasets.load_dataset('parquet', data_files=[str(path)] * 3, split='train', streaming=True)
+        source = sources.stream_source(stream, {'name': 'three files', 'split': 'train'}, 'text')
+    else:
+        source = sources.find_source(str(path))
 
     def documents(units):
         pieces = [piece for unit in units for piece in unit.pieces]
         return [document for piece in pieces for document in reading.documents_of(piece, 'text', collections.Counter())]
 
-    for source in found:
-        units = list(reading.units_of(source))
-        assert len(units) > 2 and sum(unit.work for unit in units) == pytest.approx(source.total or 180, rel=0.1)
-        for number, unit in enumerate(units):
-            assert documents(reading.units_of(source, unit.next)) == documents(units[number + 1 :])
+    units = list(reading.units_of(source))
+    assert len(units) > 2 and sum(unit.work for unit in units) == pytest.approx(source.total or 180, rel=0.1)
+    if 'txt' not in form and form != 'files':
+        assert documents(units) == [text.encode() for text in texts] * (3 if form == 'stream' else 1)
+    for number, unit in enumerate(units):
+        assert documents(reading.units_of(source, unit.next)) == documents(units[number + 1 :])
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -950,37 +922,51 @@ def test_a_terminal_sees_speed_and_time_left(tmp_path):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_there_is_said_in_one_line(tmp_path):
-    assert 'no such file' in error_of(tmp_path, '--dataset=nothing')
-    assert 'no such file' in error_of(tmp_path, '--dataset=some/where/text.txt')
-    (tmp_path / 'empty').mkdir()
-    assert 'no files' in error_of(tmp_path, f'--dataset={tmp_path}/empty')
-    (tmp_path / 'empty' / 'file.txt').touch()
-    assert 'all files are empty' in error_of(tmp_path, f'--dataset={tmp_path}/empty')
-    assert 'did you mean gpt2' in error_of(tmp_path, '--tokenizer=gpt-2')
-    assert not (tmp_path / 'data').exists()
-
-
-def test_wrong_values_are_said_in_one_line(tmp_path):
-    assert 'name' in error_of(tmp_path, '--name=../x')
-    assert 'is for --tokenizer=bpe' in error_of(tmp_path, '--tokenizer=bytes', '--vocab_size=300')
-    assert 'at least 259' in error_of(tmp_path, '--vocab_size=200')
-    assert 'val_rule=tail ' in error_of(tmp_path, '--val_rule=tail')
-    assert not (tmp_path / 'data').exists()
-
-
-def test_a_missing_text_field_is_answered_with_the_fields_there_are(tmp_path):
+def test_a_mistake_is_one_line_that_says_what_mends_it_and_leaves_nothing(tmp_path):
     rows = [{'body': 'some text', 'id': 1}]
-    (tmp_path / 'rows.jsonl').write_text(json.dumps(rows[0]))
-    (tmp_path / 'rows.json').write_text(json.dumps(rows))
-    (tmp_path / 'rows.csv').write_text('body,id\nsome text,1\n')
+    files = {'rows.jsonl': json.dumps(rows[0]), 'rows.json': json.dumps(rows), 'rows.csv': 'body,id\nsome text,1\n'}
+    files |= {
+        'none.jsonl': '',
+        'one.jsonl': '{"text": "alone"}',
+        'pairs.jsonl': '{"prompt": "a", "completion": "b"}\n' * 2,
+    }
+    files |= {
+        'asked.jsonl': '{"prompt": "a", "level": "b"}',
+        'both.jsonl': '{"prompt": "a", "completion": "b"}\n{"text": "c"}',
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
-    for kind in ('jsonl', 'json', 'csv', 'parquet'):
-        for given in ([], ['--chat=False'], ['--text_field=text']):
-            error = error_of(tmp_path, f'--dataset={tmp_path}/rows.{kind}', '--tokenizer=bytes', *given)
-            assert "has no field 'text', choose with --text_field; it has: body, id" in error
-    error = error_of(tmp_path, f'--dataset={tmp_path}/rows.parquet', '--text_field=id', '--tokenizer=bytes')
-    assert re.search("'id' .*int64", error)
+    (tmp_path / 'empty').mkdir()
+    fields = "has no field 'text', choose with --text_field; it has: body, id"
+    cases = [
+        ('nothing', [], 'no such file'),
+        ('some/where/text.txt', [], 'no such file'),
+        ('{}/empty', [], 'no files'),
+        ('{}/none.jsonl', [], 'empty'),
+        *((f'{{}}/rows.{kind}', [], fields) for kind in ('jsonl', 'json', 'csv', 'parquet')),
+        *(('{}/rows.parquet', [key], fields) for key in ('--chat=False', '--text_field=text')),
+        ('{}/rows.jsonl', ['--text_field=content'], "'content', .*--text_field.*: body, id"),
+        ('{}/rows.parquet', ['--text_field=id'], "'id' .*int64"),
+        *(('{}/rows.jsonl', [f'--text_field={{body}} {more}'], 'in each pair of {braces}') for more in ('{}', '{id')),
+        ('{}/one.jsonl', ['--data_dir={}/other'], 'two different'),
+        ('{}/pairs.jsonl', ['--data_dir={}/other'], 'two different .* split by a hash: use --val_fraction=0$'),
+        ('{}/asked.jsonl', [], 'prompts alone are learned by `python train_grpo.py --prompts=FILE`$'),
+        ('{}/both.jsonl', [], ' [^ ]*both.jsonl holds conversations, and also texts: --chat=True reads'),
+        ('stdlib', ['--data_dir={}/rows.csv'], 'Not a directory.*--data_dir'),
+        ('stdlib', ['--tokenizer=gpt-2'], 'did you mean gpt2'),
+        ('stdlib', ['--name=../x'], 'name'),
+        ('stdlib', ['--vocab_size=300'], 'is for --tokenizer=bpe'),
+        ('stdlib', ['--tokenizer=bpe', '--vocab_size=200'], 'at least 259'),
+        ('stdlib', ['--val_rule=tail'], 'val_rule=tail '),
+    ]  # fmt: skip
+    commands = [
+        ['prepare_data.py', '--tokenizer=bytes', f'--data_dir={tmp_path}/data', f'--dataset={dataset}', *keys]
+        for dataset, keys, _ in cases
+    ]
+    commands = [[word.replace('={}', f'={tmp_path}') for word in command] for command in commands]
+    for (dataset, keys, says), line in zip(cases, refusals(commands), strict=True):
+        assert re.search(says, line), (dataset, keys, line)
     assert not (tmp_path / 'data').exists()
 
 
@@ -995,30 +981,6 @@ def test_a_file_of_rows_without_the_field_of_the_others_is_refused_and_settings_
     (folder / 'c.jsonl').unlink()
     source = sources.find_source(str(folder))
     assert source.line is None and len(source.parts) == 2 and 'settings.json: has no field' in source.skipped[0]
-
-
-def test_one_document_cannot_be_split_by_hash(tmp_path):
-    (tmp_path / 'one.jsonl').write_text(json.dumps({'text': 'alone'}))
-    assert 'two different' in error_of(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes')
-    (tmp_path / 'one.jsonl').write_text(2 * (json.dumps({'prompt': 'a', 'completion': 'b'}) + '\n'))
-    line = error_of(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes')
-    assert 'two different' in line and line.rstrip().endswith('split by a hash: use --val_fraction=0')
-    (tmp_path / 'one.jsonl').write_text(json.dumps({'text': 'alone'}))
-    prepare(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes', '--val_fraction=0')
-    assert list(meta_of(tmp_path / 'data' / 'one-bytes')['splits']) == ['train']
-
-
-def test_rows_of_prompts_are_for_rewards(tmp_path):
-    (tmp_path / 'asked.jsonl').write_text(json.dumps({'prompt': 'a', 'level': 'b'}) + '\n')
-    with pytest.raises(ValueError, match='prompts alone are learned by `python train_grpo.py --prompts=FILE`$'):
-        sources.find_source(str(tmp_path / 'asked.jsonl'))
-
-
-def test_rows_of_both_kinds_in_a_file_name_it_once(tmp_path):
-    rows = {'prompt': 'a', 'completion': 'b'}, {'text': 'c'}
-    (tmp_path / 'both.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
-    with pytest.raises(ValueError, match='both.jsonl holds conversations, and also texts: --chat=True reads'):
-        sources.find_source(str(tmp_path / 'both.jsonl'))
 
 
 def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
@@ -1063,13 +1025,6 @@ def test_another_source_under_the_same_name_is_refused_and_nothing_lost(tmp_path
     error = error_of(tmp_path, f'--dataset={tmp_path}/b.txt', '--tokenizer=bytes', '--name=foreign')
     assert 'token files' in error
     assert list(contents(foreign)) == ['train.bin']
-
-
-def test_a_data_dir_that_cannot_be_written_is_said_in_one_line(tmp_path):
-    (tmp_path / 'data').write_text('a file')
-    (tmp_path / 'a.txt').write_text('some text')
-    error = error_of(tmp_path, f'--dataset={tmp_path}/a.txt', '--tokenizer=bytes')
-    assert re.search('Not a directory.*--data_dir', error)
 
 
 def test_verify_names_files_that_are_not_as_they_were_written(tmp_path):
@@ -1261,8 +1216,3 @@ def test_cached_tokenizer_files_are_verified_and_their_folder_named(tmp_path):
     result = prepare(tmp_path, '--cache_tokenizer=gpt2', TIKTOKEN_CACHE_DIR=str(CACHE))
     assert '50,257 tokens' in result.stdout and 'sha256 verified' in result.stdout
     assert f'export TIKTOKEN_CACHE_DIR={CACHE}' in result.stdout
-
-
-def test_help_prints_the_defaults():
-    result = run_script('prepare_data.py', '--help')
-    assert '--dataset=stdlib' in result.stdout

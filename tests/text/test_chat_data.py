@@ -383,42 +383,6 @@ def test_with_train_on_input_a_chat_ends_with_its_last_message_and_a_weight_of_0
             learned(encoder, files, row)
 
 
-def test_prompt_and_completion_become_a_question_and_an_answer():
-    expected = chat_rows.conversation_of({'messages': messages_of([('user', 'q'), ('assistant', 'a')])})
-    assert chat_rows.conversation_of({'prompt': 'q', 'completion': 'a', 'id': 1, 'messages': None}) == expected
-    rows = {'prompt': messages_of([('user', 'q')]), 'completion': messages_of([('assistant', 'a'), ('user', 'cut')])}
-    assert chat_rows.conversation_of(rows) == expected
-    assert chat_rows.conversation_of({**rows, 'completion': 'a'}) == expected
-
-
-def test_rows_of_sharegpt_and_alpaca_are_conversations():
-    def messages(row):
-        assert chat_rows.has_chat_fields(row) and chat_rows.holds_conversation(row)
-        return json.loads(chat_rows.conversation_of(row))['messages']
-
-    turns = [('system', 's'), ('user', 'q'), ('assistant', 'a'), ('user', 'q2'), ('assistant', 'a2')]
-    names = {'user': 'human', 'assistant': 'gpt'}
-    rows = [{'from': names.get(role, role), 'value': content} for role, content in turns]
-    assert messages({'id': 1, 'conversations': rows}) == messages_of(turns)
-    assert messages({'conversations': messages_of(turns)}) == messages_of(turns)
-    assert messages({'system': 's', 'conversations': rows[1:]}) == messages_of(turns)
-    assert messages({'system': 'another', 'conversations': rows}) == messages_of(turns)  # one, not two
-    with_input = {'instruction': 'Add.', 'input': '1, 2', 'output': '3'}
-    assert messages(with_input) == messages_of([('user', 'Add.\n\n1, 2'), ('assistant', '3')])
-    for empty in ({'input': ''}, {'input': None}, {}):
-        assert messages({'instruction': 'Go.', 'output': 'Gone.', **empty}) == messages_of(
-            [('user', 'Go.'), ('assistant', 'Gone.')]
-        )
-    assert not chat_rows.holds_conversation({'instruction': 'only', 'input': 'this'})
-    assert not chat_rows.holds_conversation({'conversations': 'text', 'text': 'x'})
-    with pytest.raises(ValueError, match="unknown role 'alien'"):
-        chat_rows.conversation_of({'conversations': [{'from': 'alien', 'value': 'x'}]})
-    with pytest.raises(ValueError, match='no content .it has: from, text'):
-        chat_rows.conversation_of({'conversations': [{'from': 'human', 'text': 'x'}]})
-    with pytest.raises(ValueError, match='output is no text'):
-        chat_rows.conversation_of({'instruction': 'x', 'output': 3})
-
-
 @pytest.mark.parametrize('template', [CHATML, LLAMA3], ids=['chatml', 'llama3'])
 def test_control_tokens_that_a_message_spells_are_letters(template, tmp_path):
     end = '<|im_end|>' if template == CHATML else '<|eot_id|>'
@@ -838,13 +802,6 @@ def test_a_tree_of_every_kind_is_read_and_what_is_broken_is_named(tmp_path):
         assert said in result.stdout, said
 
 
-def test_a_missing_text_field_of_any_row_file_names_the_fields(tmp_path):
-    write_rows(tmp_path / 'rows.jsonl', [{'body': 'x', 'title': 'y'}])
-    error = error_of(tmp_path, f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes', '--text_field=content')
-    assert re.search("'content', .*--text_field.*: body, title", error)
-    assert not (tmp_path / 'data').exists()
-
-
 @pytest.mark.slow
 def test_a_folder_with_conversations_leaves_out_what_has_no_rows(chatml, tmp_path):
     folder = tmp_path / 'mixed'
@@ -857,30 +814,6 @@ def test_a_folder_with_conversations_leaves_out_what_has_no_rows(chatml, tmp_pat
     assert f'left out: {folder}/a_config.json: no conversations' in result.stdout
     found = [part for split in ('train', 'val') for part in conversations_of(tmp_path / 'data' / 'mixed', split)]
     assert sorted(parts for _, parts in found) == sorted([f'answer {n}<|im_end|>'] for n in range(20))
-
-
-def test_a_long_json_list_is_read_element_by_element(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, 'JSON_BYTES', 100)
-    monkeypatch.setattr(reading, 'UNIT_BYTES', 300)
-    monkeypatch.setattr(reading, 'PIECE_BYTES', 300)
-    elements = [{'n': number, 'text': 'ä' * (number % 40) + ']},{"'} for number in range(60)]
-    (tmp_path / 'list.json').write_text(json.dumps(elements + [12345], indent=2, ensure_ascii=False), encoding='utf-8')
-
-    def texts(units, notes):
-        return [text for unit in units for piece in unit.pieces for text in reading.documents_of(piece, None, notes)]
-
-    source = sources.find_source(str(tmp_path / 'list.json'))
-    units = list(reading.units_of(source))
-    expected = [element['text'].encode() for element in elements]
-    assert len(units) > 5 and texts(units, collections.Counter()) == expected
-    for number, unit in enumerate(units):
-        rest = list(reading.units_of(source, unit.next))
-        assert texts(rest, collections.Counter()) == texts(units[number + 1 :], collections.Counter())
-
-    whole = (tmp_path / 'list.json').read_text(encoding='utf-8')
-    (tmp_path / 'cut.json').write_text(whole[: len(whole) // 2], encoding='utf-8')
-    with pytest.raises(ValueError, match='cut.json: damaged: a list of JSON that does not end'):
-        texts(reading.units_of(sources.find_source(str(tmp_path / 'cut.json'))), collections.Counter())
 
 
 def test_without_pyyaml_yaml_files_are_left_out_in_one_line(tmp_path):

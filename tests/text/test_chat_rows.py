@@ -77,6 +77,8 @@ ROWS = {
     'prompter': {'messages': [{'role': 'prompter', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}]},
     'parts': {'messages': [QA[0], {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a', 'x': None}]}]},
     'prompt, completion': {'prompt': 'q', 'completion': 'a', 'label': True},
+    'lists, and more behind them': {'prompt': QA[:1], 'completion': [QA[1], {'role': 'user', 'content': 'cut'}]},
+    'conversations of messages': {'conversations': QA},
     'prompt, response': {'prompt': 'q', 'response': 'a'},
     'alpaca': ALPACA,
     'dolly': {'instruction': 'q', 'context': '', 'response': 'a', 'category': 'qa'},
@@ -105,10 +107,17 @@ def test_a_row_of_every_known_shape_is_a_question_and_its_answer(name):
 
 
 def test_contexts_systems_and_earlier_turns_are_part_of_the_question():
+    for input in ('1, 2', '', None):
+        question = read({'instruction': 'Add.', 'input': input, 'output': '3'})['messages'][0]['content']
+        assert question == ('Add.\n\n1, 2' if input else 'Add.')
     squad = {'question': 'q', 'context': 'where', 'answers': {'text': ['a']}}
     assert read(squad)['messages'][0]['content'] == 'q\n\nwhere'
     orca = {'system_prompt': 'be kind', 'question': 'q', 'response': 'a'}
     assert read(orca)['messages'] == [{'role': 'system', 'content': 'be kind'}, *QA]
+    sharegpt = [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': 'a'}]
+    for own in ([], [{'from': 'system', 'value': 'be kind'}]):  # one system message, not two
+        row = {'system': 'another' if own else 'be kind', 'conversations': [*own, *sharegpt]}
+        assert read(row)['messages'] == [{'role': 'system', 'content': 'be kind'}, *QA]
     for history in ([['q', 'a']], '[["q", "a"]]'):
         assert read({'instruction': 'q2', 'output': 'a2', 'history': history})['messages'] == TWO_TURNS
 
@@ -205,6 +214,8 @@ def test_fields_of_other_names_are_read_by_chat_fields():
     assert read({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, ('prompt', 'chosen'))['messages'] == QA
     assert "without the field 'target'" in refused({'source': 'q'}, ('source', 'target'))
     assert not chat_rows.holds_conversation({'source': 'q', 'target': 'a'})  # it may be anything
+    assert not chat_rows.holds_conversation({'instruction': 'only', 'input': 'this'})
+    assert not chat_rows.holds_conversation({'conversations': 'text', 'text': 'x'})
 
 
 def test_tool_calls_of_every_shape_are_those_of_openai():
@@ -255,6 +266,9 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'messages': [QA[0], {**QA[1], 'weight': 0}]}, 'the weight 0'),
         ({'messages': [QA[0], {**QA[1], 'weight': 0.5}]}, 'neither 0 nor 1'),
         ({'messages': '[{"role": '}, 'messages are no list'),
+        ({'conversations': [{'from': 'alien', 'value': 'x'}]}, "unknown role 'alien'"),
+        ({'conversations': [{'from': 'human', 'text': 'x'}]}, 'no content (it has: from, text'),
+        ({'instruction': 'x', 'output': 3}, 'output is no text'),
     ):
         assert reason in refused(row), row
     assert not refused({'messages': [QA[0], {'from': 'gpt'}]}).endswith(chat_rows.KEYS_OF_MESSAGES)  # they are right
