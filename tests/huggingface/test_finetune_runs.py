@@ -781,44 +781,122 @@ def keys(prepared, model, tmp_path):
     return [f'--data_dir={prepared}', f'--out_dir={tmp_path / "out"}', f'--init_from={model}']
 
 
-def test_a_folder_without_weights(model, keys):
-    (model / 'model.safetensors').unlink()
-    line = mistake('train_fsdp.py', *keys)
-    assert str(model) in line and 'model.safetensors' in line and 'python download_model.py' in line
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_folder_whose_only_weights_are_a_pickle(model, keys):
-    (model / 'model.safetensors').rename(model / 'pytorch_model.bin')
-    line = mistake('train_ddp.py', *keys)
-    assert 'pytorch_model.bin' in line and 'pickle' in line and 'python download_model.py' in line
-
-
-def test_an_adapter_of_peft_in_place_of_a_model(model, keys):
+def make_adapter(model):
     for name in ('config.json', 'model.safetensors'):
         (model / name).unlink()
     (model / 'adapter_config.json').write_text(json.dumps({'base_model_name_or_path': 'some/base'}))
     shutil.copy(model / 'tokenizer.json', model / 'adapter_model.safetensors')  # nobody looks into it
-    line = mistake('train_fsdp.py', *keys)
-    assert 'an adapter of peft for the model some/base' in line and 'dtype="float32").merge_and_unload' in line
 
 
-def test_a_folder_without_a_tokenizer(model, keys):
-    (model / 'tokenizer.json').unlink()
-    line = mistake('train_fsdp.py', *keys)
-    assert str(model) in line and 'tokenizer.json' in line and 'python download_model.py' in line
+def swap_tokens(model):
+    vocabulary = json.loads((model / 'tokenizer.json').read_text())['model']
+    first, second = sorted(vocabulary['vocab'], key=vocabulary['vocab'].get)[101:103]
+    vocab = vocabulary['vocab'] | {first: vocabulary['vocab'][second], second: vocabulary['vocab'][first]}
+    edit(model / 'tokenizer.json', model={**vocabulary, 'vocab': vocab})
 
 
-def test_a_folder_without_a_configuration(model, keys):
-    (model / 'config.json').unlink()
-    line = mistake('train_fsdp.py', *keys)
-    assert str(model) in line and 'config.json' in line and 'python download_model.py' in line
+GATED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class GatedConfig(LlamaConfig):
+    model_type = 'gated'
+
+class GatedForCausalLM(LlamaForCausalLM):
+    config_class = GatedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].gate = torch.nn.Parameter(torch.tensor(1.0))
+"""
 
 
-@pytest.mark.parametrize('name', ['models/nowhere', 'meta-llama/Llama-3.2-3B', 'nowhere'])
-def test_a_model_that_is_not_here_names_the_command_that_fetches_it(keys, name):
-    line = mistake('train_fsdp.py', *keys, f'--init_from={name}')
-    assert name in line and 'python download_model.py --model=' in line
-    assert '/' not in name or name.startswith('models/') or f'--model={name}`' in line
+def add_gate(model):
+    (model / 'modeling_gated.py').write_text(GATED)
+    classes = {'AutoConfig': 'modeling_gated.GatedConfig', 'AutoModelForCausalLM': 'modeling_gated.GatedForCausalLM'}
+    edit(model / 'config.json', model_type='gated', auto_map=classes)
+
+
+def lose_a_file(model):
+    from safetensors.torch import load_file
+
+    names = list(load_file(model / 'model.safetensors'))
+    files = dict.fromkeys(names, 'model-00001-of-00002.safetensors') | {names[-1]: 'model-00002-of-00002.safetensors'}
+    (model / 'model.safetensors').rename(model / 'model-00001-of-00002.safetensors')
+    (model / 'model.safetensors.index.json').write_text(json.dumps({'metadata': {}, 'weight_map': files}))
+
+
+def lose_a_tensor(model):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / 'model.safetensors')
+    del weights['model.layers.1.mlp.up_proj.weight']
+    save_file(weights, model / 'model.safetensors', metadata={'format': 'pt'})
+
+
+def make_encoder(model):
+    import transformers
+
+    transformers.BertConfig(hidden_size=40, num_hidden_layers=2, num_attention_heads=2).save_pretrained(model)
+
+
+def lose_bytes(model):
+    (model / 'model.safetensors').write_bytes((model / 'model.safetensors').read_bytes()[:-1000])
+
+
+WEIGHTS, FETCH = 'model.safetensors', 'python download_model.py'
+DAMAGED = {  # what is done to the folder `model`: (how, further words of the line)
+    'no weights': (lambda model: (model / WEIGHTS).unlink(), [WEIGHTS, FETCH]),
+    'a pickle': (lambda model: (model / WEIGHTS).rename(model / 'pytorch_model.bin'), ['bin', 'pickle', FETCH]),
+    'an adapter': (make_adapter, ['an adapter of peft for the model some/base', 'dtype="float32").merge_and_unload']),
+    'no tokenizer': (lambda model: (model / 'tokenizer.json').unlink(), ['tokenizer.json', FETCH]),
+    'no config': (lambda model: (model / 'config.json').unlink(), ['config.json', FETCH]),
+    'another tokenizer': (swap_tokens, ['tokenizer', 'python prepare_data.py']),
+    'its class reads it otherwise': (
+        lambda model: edit(model / 'tokenizer_config.json', tokenizer_class='GemmaTokenizer'),
+        ['GemmaTokenizer of transformers', '"tokenizer_class": "PreTrainedTokenizerFast"'],
+    ),
+    'a number to shard': (add_gate, ['layers.0.gate has no dimensions', 'under DDP']),
+    'damaged weights': (lose_bytes, [f'/{WEIGHTS}', 'damaged', FETCH]),
+    'a file is missing': (lose_a_file, ['model-00002-of-00002.safetensors', 'missing', FETCH]),
+    'other shapes': (lambda model: edit(model / 'config.json', intermediate_size=80), ['(72, 40)', '(80, 40)']),
+    'an encoder': (make_encoder, ['bert', 'causal']),
+    'a tensor is missing': (lose_a_tensor, ['model.layers.1.mlp.up_proj.weight']),
+}
+
+
+@pytest.mark.parametrize('what', DAMAGED)
+def test_a_folder_that_cannot_be_trained_is_named_with_what_mends_it(model, keys, what):
+    harm, says = DAMAGED[what]
+    harm(model)
+    line = mistake('train_fsdp.py', *keys, *['--trust_remote_code'] * (harm is add_gate))
+    assert all(words in line for words in says) and (str(model) in line or harm is add_gate), line
+
+
+@pytest.mark.parametrize(
+    ('script', 'more', 'says'),
+    [
+        ('fsdp', ['--init_from=models/nowhere'], ['models/nowhere', FETCH]),
+        ('fsdp', ['--init_from=meta-llama/Llama-3.2-3B'], [f'{FETCH} --model=meta-llama/Llama-3.2-3B`']),
+        ('fsdp', ['--init_from=nowhere'], ['nowhere', FETCH]),
+        ('fsdp', [f'--block_size={POSITIONS + 1}'], [f'={POSITIONS + 1}', f'--block_size={POSITIONS} or less']),
+        ('diloco', ['mine.py', '--bias=True'], ['n_layer=2: init_from', 'leave out n_layer (', 'bias (command line)']),
+        ('ddp', ['mine.py', '--init_from=no/where'], ['init_from=no/where: no such folder']),  # first of all
+        ('ddp', ['--init_from=resume'], ['init_from=resume: leave it out, since a run goes on']),  # as nanoGPT has it
+        ('fsdp', ['--lora_rank=4', '--lora_targets=q_proj,c_attn'], ["'c_attn'", 'q_proj', 'down_proj']),
+        *(('ddp', [f'--freeze={form}'], ['freeze', repr(form)]) for form in ('wte', '.', '(', '(?:.+)*-')),
+        ('fsdp', ['--init_from=scratch', '--dataset=chats'], ['chats', '--init_from']),
+    ],
+)
+def test_keys_that_a_model_cannot_have_are_said_in_one_line(keys, tmp_path, script, more, says):
+    (tmp_path / 'mine.py').write_text('n_layer = 2')
+    more = [tmp_path / word if word == 'mine.py' else word for word in more]
+    line = mistake(f'train_{script}.py', *keys, *more, *['--num_replicas=2'] * (script == 'diloco'))
+    assert all(words in line for words in says), line
 
 
 def test_a_model_in_the_local_cache_is_found_by_its_name_on_the_hub(hf_home, model, keys, tmp_path):
@@ -839,11 +917,6 @@ def test_a_run_without_a_checkpoint_whose_model_is_gone(model, keys, tmp_path):
     assert f'init_from={model}' in line and 'weights' in line and 'python download_model.py' in line
 
 
-def test_sequences_longer_than_the_positions_of_the_model(keys):
-    line = mistake('train_fsdp.py', *keys, f'--block_size={POSITIONS + 1}')
-    assert f'block_size={POSITIONS + 1}' in line and f'--block_size={POSITIONS} or less' in line
-
-
 def test_cut_conversations_are_answered_with_a_block_size_that_the_model_takes(model, keys):
     keys = [*keys, '--dataset=chats', '--dry_run']
     rate_of_scratch = 'WARNING: learning_rate=0.0006 is meant for training from scratch'
@@ -859,113 +932,6 @@ def test_cut_conversations_are_answered_with_a_block_size_that_the_model_takes(m
         'the longest conversation needs 39 tokens, block_size is 32; the model has positions for --block_size=36'
         in said
     )
-
-
-def test_shards_of_another_tokenizer(model, keys):
-    content = json.loads((model / 'tokenizer.json').read_text())
-    vocabulary = content['model']['vocab']
-    first, second = sorted(vocabulary, key=vocabulary.get)[101:103]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (model / 'tokenizer.json').write_text(json.dumps(content))
-    line = mistake('train_ddp.py', *keys)
-    assert 'tokenizer' in line and str(model) in line and 'python prepare_data.py' in line
-
-
-def test_a_tokenizer_that_transformers_reads_otherwise(model, keys):
-    settings = json.loads((model / 'tokenizer_config.json').read_text())
-    (model / 'tokenizer_config.json').write_text(json.dumps({**settings, 'tokenizer_class': 'GemmaTokenizer'}))
-    line = mistake('train_fsdp.py', *keys)  # the dataset was prepared with tokenizer.json, which is the same
-    assert 'GemmaTokenizer of transformers' in line and '"tokenizer_class": "PreTrainedTokenizerFast"' in line
-
-
-GATED = """
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-class GatedConfig(LlamaConfig):
-    model_type = 'gated'
-
-class GatedForCausalLM(LlamaForCausalLM):
-    config_class = GatedConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.layers[0].gate = torch.nn.Parameter(torch.tensor(1.0))
-"""
-
-
-def test_a_model_with_a_parameter_that_cannot_be_sharded(model, keys):
-    (model / 'modeling_gated.py').write_text(GATED)
-    classes = {'AutoConfig': 'modeling_gated.GatedConfig', 'AutoModelForCausalLM': 'modeling_gated.GatedForCausalLM'}
-    config = json.loads((model / 'config.json').read_text())
-    (model / 'config.json').write_text(json.dumps({**config, 'model_type': 'gated', 'auto_map': classes}))
-    line = mistake('train_fsdp.py', *keys, '--trust_remote_code')
-    assert 'layers.0.gate has no dimensions' in line and 'under DDP' in line
-
-
-def test_sizes_of_a_model_that_has_its_own(keys, tmp_path):
-    (tmp_path / 'mine.py').write_text('n_layer = 2')
-    line = mistake('train_diloco.py', tmp_path / 'mine.py', *keys, '--num_replicas=2', '--bias=True')
-    assert 'n_layer=2: init_from' in line
-    assert line.endswith(f'leave out n_layer ({tmp_path}/mine.py), bias (command line)')
-    line = mistake('train_ddp.py', tmp_path / 'mine.py', *keys, '--init_from=no/where')
-    assert 'init_from=no/where: no such folder' in line  # first of all
-    line = mistake('train_ddp.py', *keys, '--init_from=resume')  # as nanoGPT has it
-    assert 'init_from=resume: leave it out, since a run goes on' in line
-
-
-def test_lora_targets_that_the_model_does_not_have(keys):
-    line = mistake('train_fsdp.py', *keys, '--lora_rank=4', '--lora_targets=q_proj,c_attn')
-    assert "'c_attn'" in line and 'q_proj' in line and 'down_proj' in line  # what there is
-
-
-@pytest.mark.parametrize('expression', ['wte', '.', '(', '(?:.+)*-'])
-def test_a_freeze_that_matches_nothing_or_everything_or_is_none(keys, expression):
-    line = mistake('train_ddp.py', *keys, f'--freeze={expression}')
-    assert 'freeze' in line and repr(expression) in line
-
-
-def test_damaged_weights(model, keys):
-    path = model / 'model.safetensors'
-    path.write_bytes(path.read_bytes()[:-1000])
-    line = mistake('train_fsdp.py', *keys)
-    assert str(path) in line and 'damaged' in line and 'python download_model.py' in line
-
-
-def test_an_index_of_weights_that_names_a_missing_file(model, keys):
-    from safetensors.torch import load_file
-
-    names = list(load_file(model / 'model.safetensors'))
-    files = dict.fromkeys(names, 'model-00001-of-00002.safetensors') | {names[-1]: 'model-00002-of-00002.safetensors'}
-    (model / 'model.safetensors').rename(model / 'model-00001-of-00002.safetensors')
-    (model / 'model.safetensors.index.json').write_text(json.dumps({'metadata': {}, 'weight_map': files}))
-    line = mistake('train_fsdp.py', *keys)
-    assert 'model-00002-of-00002.safetensors' in line and 'missing' in line and 'python download_model.py' in line
-
-
-def test_weights_of_other_shapes_than_the_configuration_says(model, keys):
-    content = json.loads((model / 'config.json').read_text())
-    (model / 'config.json').write_text(json.dumps(content | {'intermediate_size': 80}))
-    line = mistake('train_fsdp.py', *keys)
-    assert '(72, 40)' in line and '(80, 40)' in line and str(model) in line
-
-
-def test_an_encoder(model, keys):
-    import transformers
-
-    transformers.BertConfig(hidden_size=40, num_hidden_layers=2, num_attention_heads=2).save_pretrained(model)
-    line = mistake('train_fsdp.py', *keys)
-    assert 'bert' in line and 'causal' in line
-
-
-def test_weights_that_lack_a_tensor_are_not_replaced_by_random_ones(model, keys):
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(model / 'model.safetensors')
-    del weights['model.layers.1.mlp.up_proj.weight']
-    save_file(weights, model / 'model.safetensors', metadata={'format': 'pt'})
-    line = mistake('train_fsdp.py', *keys)
-    assert 'model.layers.1.mlp.up_proj.weight' in line and str(model) in line
 
 
 def test_a_base_model_without_a_chat_template_is_exported_and_asked_with_that_of_its_data(model, keys, tmp_path):
@@ -988,8 +954,3 @@ def test_a_base_model_without_a_chat_template_is_exported_and_asked_with_that_of
     asked = fork_script('sample.py', f'--out_dir={tmp_path / "out"}', *arguments)[0].stderr
     prompt = '<|im_start|>user\nBe kind.\n\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n'  # as --fold_system has it
     assert str(transformers.AutoTokenizer.from_pretrained(export).encode(prompt)) in asked
-
-
-def test_conversations_for_a_model_from_scratch(keys):
-    line = mistake('train_fsdp.py', *keys, '--init_from=scratch', '--dataset=chats')
-    assert 'chats' in line and '--init_from' in line
