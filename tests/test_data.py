@@ -147,43 +147,32 @@ def test_what_a_writer_has_synced_is_on_the_disk_and_a_shard_is_before_it_gets_i
     assert synced[-1] == ('train_000001.bin.partial', 1024 + 400)
 
 
-@pytest.mark.parametrize('keep', [-1, -500, 1024, 1000, 11, 0])
-def test_a_truncated_shard_is_refused_by_name_before_it_is_mapped(tmp_path, keep):
-    path = tmp_path / 'train_000003.bin'
-    shards.write_shard(path, np.arange(1000), np.uint16)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match='train_000003.bin.*(size|magic)'):
-        shards.read_shard(path)
+NO_SHARDS = [  # file, what is made of its bytes, what the line says
+    *(('bin', lambda content, n=n: content[:n], '(size|magic)') for n in (-1, -500, 1024, 1000, 11, 0)),
+    ('bin', lambda content: content + b'\0\0', '3,026 bytes.*1,000 tokens.*3,024'),
+    ('bin', lambda content: b'abcd' + content[4:], 'magic.*20240520, 1'),
+    ('bin', lambda content: content[:4] + b'\7' + content[5:], 'magic .*20240520, 7'),
+    *(('npy', lambda content, n=n: content[:n], 'size') for n in (-100, 20, 0)),
+    ('npy', lambda content: pickle.dumps(CreatesAFile('opened')), 'size'),
+]
 
 
-def test_a_shard_with_bytes_too_many_or_another_magic_or_version_is_refused_by_name(tmp_path):
-    path = tmp_path / 'train_000003.bin'
-    shards.write_shard(path, np.arange(1000), np.uint16)
-    content = path.read_bytes()
-    path.write_bytes(content + b'\0\0')
-    with pytest.raises(ValueError, match='train_000003.bin.*3,026 bytes.*1,000 tokens.*3,024'):
+@pytest.mark.parametrize('kind, change, says', NO_SHARDS)
+def test_a_damaged_shard_is_refused_by_name_before_it_is_mapped(tmp_path, monkeypatch, kind, change, says):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / f'train_000003.{kind}'
+    shards.write_shard(path, np.arange(1000), np.uint16) if kind == 'bin' else np.save(path, np.arange(1000))
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match=f'train_000003.{kind}.*{says}'):
         shards.read_shard(path)
-    path.write_bytes(b'abcd' + content[4:])
-    with pytest.raises(ValueError, match='train_000003.bin.*magic.*20240520, 1'):
-        shards.read_shard(path)
-    path.write_bytes(content[:4] + b'\7' + content[5:])
-    with pytest.raises(ValueError, match='magic .*20240520, 7'):
-        shards.read_shard(path)
-
-
-def test_npy_files_that_are_damaged_or_hold_no_row_of_integers_are_refused_by_name(tmp_path):
-    path = tmp_path / 'train_000000.npy'
-    for wrong in (np.zeros(10), np.zeros((2, 5), dtype=np.int64), np.array([{}], dtype=object)):
-        np.save(path, wrong)
-        with pytest.raises(ValueError, match='train_000000.npy'):
-            shards.read_shard(path)
-    np.save(path, np.arange(1000))
-    whole_file = path.read_bytes()
-    for content in (whole_file[:-100], whole_file[:20], b'', pickle.dumps(CreatesAFile(str(tmp_path / 'opened')))):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match='train_000000.npy.*size'):
-            shards.read_shard(path)
     assert not (tmp_path / 'opened').exists()
+
+
+@pytest.mark.parametrize('wrong', [np.zeros(10), np.zeros((2, 5), dtype=np.int64), np.array([{}], dtype=object)])
+def test_npy_files_that_hold_no_row_of_integers_are_refused_by_name(tmp_path, wrong):
+    np.save(tmp_path / 'train_000000.npy', wrong)
+    with pytest.raises(ValueError, match='train_000000.npy'):
+        shards.read_shard(tmp_path / 'train_000000.npy')
 
 
 def test_raw_tokens_that_are_called_npy_are_told_so_and_nobody_is_advised_to_unpickle(tmp_path):
@@ -486,28 +475,27 @@ def test_a_dataset_that_is_half_prepared_is_refused(tmp_path):
         data.open_dataset(tmp_path, 'stdlib-bytes', 'train', 32)
 
 
-def test_missing_split_and_missing_shards_are_named(tmp_path):
-    folder = tmp_path / 'set'
-    make_dataset(folder)
-    (folder / 'train_000001.bin').unlink()
-    with pytest.raises(FileNotFoundError, match='set: meta.json .*2 shards.*train_000001.bin'):
-        data.open_dataset(tmp_path, 'set', 'train', 32)
-    (folder / 'meta.json').unlink()
-    (folder / 'val_000000.bin').unlink()
-    with pytest.raises(FileNotFoundError, match="set: .*'val'.*train_000000.bin;"):
-        data.open_dataset(tmp_path, 'set', 'val', 32)
-
-
-def test_meta_json_that_is_broken_or_of_another_preparation_is_refused(tmp_path):
-    folder = tmp_path / 'set'
-    make_dataset(folder)
-    shards.write_shard(folder / 'train_000001.bin', tokens_of(449), np.uint16)
-    with pytest.raises(ValueError, match='train_000001.bin.*449 tokens.*450'):
-        data.open_dataset(tmp_path, 'set', 'train', 32)
-    for text in ('{"vocab_size": 1', '[1, 2]'):
-        (folder / 'meta.json').write_text(text)
-        with pytest.raises(ValueError, match='meta.json(: | is damaged).*prepare the dataset again'):
-            data.open_dataset(tmp_path, 'set', 'train', 32)
+@pytest.mark.parametrize(
+    'files, split, says',
+    [  # what is done to files of the folder: None, deleted; a number, a shard of so many tokens; a text
+        ({'train_000001.bin': None}, 'train', 'set: meta.json .*2 shards.*train_000001.bin'),
+        ({'meta.json': None, 'val_000000.bin': None}, 'val', "set: .*'val'.*train_000000.bin"),
+        ({'train_000001.bin': 449}, 'train', 'train_000001.bin.*449 tokens.*450'),
+        ({'meta.json': '{"vocab_size": 1'}, 'train', 'meta.json(: | is damaged).*prepare the dataset again'),
+        ({'meta.json': '[1, 2]'}, 'train', 'meta.json(: | is damaged).*prepare the dataset again'),
+    ],
+)
+def test_what_is_missing_or_of_another_preparation_is_named(tmp_path, files, split, says):
+    make_dataset(tmp_path / 'set')
+    for name, content in files.items():
+        path = tmp_path / 'set' / name
+        path.unlink()
+        if isinstance(content, int):
+            shards.write_shard(path, tokens_of(content), np.uint16)
+        elif content:
+            path.write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        data.open_dataset(tmp_path, 'set', split, 32)
 
 
 @pytest.mark.parametrize(
