@@ -48,26 +48,10 @@ def shape_of(name, **changes):
 
 def config_of(shape, **changes):
     """The resolved config that a train script passes."""
-    config = {
-        'batch_size': 4,
-        'global_batch_size': 32,
-        'block_size': shape.block_size,
-        'dtype': 'float32',
-        'device': 'cpu',
-        'activation_checkpointing': 'none',
-        'optimizer': 'adamw',
-        'learning_rate': 6e-4,
-        'max_iters': 1000,
-        'warmup_iters': 100,
-        'lr_schedule': 'cosine',
-        'lr_decay_iters': 1000,
-        'min_lr': 6e-5,
-        'keep_checkpoints': 2,
-        'eval_sequences': 160,
-        'eval_only': False,
-        'trace_step': 0,
-        'trace_memory': False,
-    }
+    config = dict(batch_size=4, global_batch_size=32, block_size=shape.block_size, dtype='float32', device='cpu')
+    config |= dict(activation_checkpointing='none', optimizer='adamw', learning_rate=6e-4, max_iters=1000)
+    config |= dict(warmup_iters=100, lr_schedule='cosine', lr_decay_iters=1000, min_lr=6e-5, keep_checkpoints=2)
+    config |= dict(eval_sequences=160, eval_only=False, trace_step=0, trace_memory=False)
     return {**config, **changes}
 
 
@@ -166,9 +150,7 @@ def measure_step(model, config):
         pytest.param('gpt2 with dropout, untied', 'bfloat16', 'selective', 1000, marks=pytest.mark.slow),
         ('enoki', 'bfloat16', 'full', 1000),
         ('enoki', 'float32', 'selective', 1000),
-        pytest.param(
-            'enoki', 'bfloat16', 'none', 40000, marks=pytest.mark.slow
-        ),  # large enough for two chunks of the loss
+        pytest.param('enoki', 'bfloat16', 'none', 40000, marks=pytest.mark.slow),  # two chunks of the loss
         pytest.param('gpt2', 'float32', 'none', 100000, marks=pytest.mark.slow),  # four chunks
         ('llama with grouped queries', 'float32', 'none', 1000),
         ('llama with grouped queries', 'bfloat16', 'full', 1000),
@@ -520,60 +502,41 @@ def test_lora_is_counted_as_compiled_and_keeps_no_more(pretrained_of, name, chec
     assert compiled.kept <= eager.kept and (compiled.kept < eager.kept) == (checkpointing == 'none')
 
 
+NF4, IN_16_BITS = {'lora_rank': 4, 'frozen_dtype': 'nf4'}, {'lora_rank': 4, 'frozen_dtype': 'bfloat16'}
+
+
 @pytest.mark.parametrize(
-    ('name', 'dtype', 'checkpointing', 'lora_rank'),
+    ('name', 'dtype', 'checkpointing', 'lora'),
     [
-        ('llama', 'float32', 'none', 0),
-        ('llama', 'float32', 'none', 4),
-        ('llama, tied', 'bfloat16', 'full', 0),
-        ('qwen2', 'bfloat16', 'none', 0),
-        ('qwen3', 'float32', 'full', 0),
-        ('qwen3', 'float32', 'selective', 0),
-        ('gpt2', 'bfloat16', 'none', 0),
-        ('gpt2', 'float32', 'full', 0),
+        ('llama', 'float32', 'none', {}),
+        ('llama', 'float32', 'none', {'lora_rank': 4}),
+        ('llama, tied', 'bfloat16', 'full', {}),
+        ('qwen2', 'bfloat16', 'none', {}),
+        ('qwen3', 'float32', 'full', {}),
+        ('qwen3', 'float32', 'selective', {}),
+        ('gpt2', 'bfloat16', 'none', {}),
+        ('gpt2', 'float32', 'full', {}),
+        ('gpt2', 'bfloat16', 'full', NF4),
+        ('gpt2', 'float32', 'none', NF4),
+        ('llama', 'float32', 'full', IN_16_BITS),
+        ('llama', 'bfloat16', 'none', IN_16_BITS),
+        ('mixtral', 'float32', 'none', IN_16_BITS | {'lora_targets': 'all,experts'}),
+        ('mixtral', 'bfloat16', 'full', IN_16_BITS | {'lora_targets': 'all,experts'}),
     ],
 )
-def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
-    pretrained_of, name, dtype, checkpointing, lora_rank
-):
-    pretrained = pretrained_of(name, lora_rank=lora_rank)
+def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(pretrained_of, name, dtype, checkpointing, lora):
+    """A base of fewer bytes: a whole matrix exists only while its layer computes, so forward does not keep it."""
+    pretrained = pretrained_of(name, **lora)
     config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
     predicted = predicted_memory(config, keys_of(pretrained), world_size=1)
     predicted['activations with logits'] = predicted['activations'] + predicted['logits']
-    model = model_of(pretrained, dtype)
+    model = model_of(pretrained, dtype, is_whole='frozen_dtype' in lora)
     model.checkpoint_activations(checkpointing)
     measured = measure_step(model, config)
+    assert measured['weights'] == predicted['weights'] or 'frozen_dtype' not in lora
     for part, size in measured.items():
-        tolerance = (0.2 if lora_rank else 0.15) if part == 'activations with logits' else 0.05
+        tolerance = (0.2 if lora else 0.15) if part == 'activations with logits' else 0.05
         assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
-
-
-@pytest.mark.parametrize(
-    ('name', 'dtype', 'checkpointing', 'frozen_dtype'),
-    [
-        ('gpt2', 'bfloat16', 'full', 'nf4'),
-        ('gpt2', 'float32', 'none', 'nf4'),
-        ('llama', 'float32', 'full', 'bfloat16'),
-        ('llama', 'bfloat16', 'none', 'bfloat16'),
-        ('mixtral', 'float32', 'none', 'bfloat16'),
-        ('mixtral', 'bfloat16', 'full', 'bfloat16'),
-    ],
-)
-def test_predicted_memory_beside_a_base_of_fewer_bytes_is_what_a_step_holds(
-    pretrained_of, name, dtype, checkpointing, frozen_dtype
-):
-    """A whole matrix exists only while its layer computes, so forward does not keep it."""
-    targets = 'all,experts' if name == 'mixtral' else 'all'
-    pretrained = pretrained_of(name, lora_rank=4, lora_targets=targets, frozen_dtype=frozen_dtype)
-    config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
-    predicted = predicted_memory(config, keys_of(pretrained), world_size=1)
-    predicted['activations with logits'] = predicted['activations'] + predicted['logits']
-    model = model_of(pretrained, dtype, is_whole=True)
-    model.checkpoint_activations(checkpointing)
-    measured = measure_step(model, config)
-    assert measured['weights'] == predicted['weights']
-    for part, size in measured.items():
-        assert predicted[part] == pytest.approx(size, rel=0.2 if part == 'activations with logits' else 0.05), part
 
 
 def trainable(keys):
