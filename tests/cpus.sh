@@ -34,7 +34,6 @@ numerics=(
     "${f}parameters_that_are_unused_in_some_steps_or_on_some_ranks"
     "${f}blocks_of_one_weight"
     tests/test_diloco.py::test_every_step_is_that_of_the_loop_in_one_process
-    tests/test_diloco.py::test_every_step_without_momentum_is_data_parallel_sgd
     tests/test_train_diloco.py::test_losses_weights_and_health_are_those_of_diloco_by_hand
     tests/test_train_diloco.py::test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal
     tests/test_train_diloco.py::test_what_was_evaluated_is_what_other_scripts_find

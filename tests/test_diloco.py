@@ -310,40 +310,6 @@ def golden(layout):
     return {'losses': losses, 'after': after}
 
 
-def data_parallel(layout):
-    """With H = 1, outer learning rate 1, no momentum and inner SGD, beside one model that sees the mean of the
-    losses."""
-    run = go(begin(layout, inner='sgd', update=average, inner_steps=1), 1, 8, 8)
-    model = Net()
-    optimizer = inner_optimizer('sgd', trainable(model).values())
-    for step in range(1, 9):
-        for replica in range(layout.replicas):
-            x, y = batch(step, replica)
-            ((model(x) - y).square().mean() / layout.replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    ours, theirs = trainable(run.model), trainable(model)
-    return {'error': max((ours[name] - theirs[name]).abs().max().item() for name in theirs)}
-
-
-def plain_loop(layout):
-    """With one fragment and no overlap, to the bit beside DiLoCo as the paper writes it."""
-    run = go(begin(layout, inner_steps=4, num_fragments=1, overlap_steps=0), 1, 10, 10)
-    plain = begin(layout, inner_steps=4)  # its Outer is not used
-    thetas = list(trainable(plain.model).values())
-    anchors = [theta.detach().clone() for theta in thetas]
-    momenta = [torch.zeros_like(theta) for theta in thetas]
-    for step in range(1, 11):
-        train_inner(plain, step)
-        if step % 4 == 0 or step == 10:
-            for theta, anchor, momentum in zip(thetas, anchors, momenta, strict=True):
-                delta = anchor - theta.detach()
-                dist.all_reduce(delta)
-                nesterov(anchor, delta / 2, momentum)
-                theta.data.copy_(anchor)
-    return {'same': all(torch.equal(a, b) for a, b in zip(trainable(run.model).values(), thetas, strict=True))}
-
-
 def buckets(layout, sharding=None):
     """Whether the size of the buckets changes a bit, and how often the update is called."""
     rows = {}
@@ -781,7 +747,6 @@ def cases_for(world_size, smaller):
     )
     for function in (
         buckets,
-        data_parallel,
         quantized,
         error_feedback,
         bf16_parameters,
@@ -791,7 +756,7 @@ def cases_for(world_size, smaller):
     ):
         cases[function.__name__] = lambda function=function: function(layout)
     if world_size == 2:
-        for function in (golden, plain_loop, resume_at_a_rounds_end, resume_other_fragments, evaluation, checksums_see):
+        for function in (golden, resume_at_a_rounds_end, resume_other_fragments, evaluation, checksums_see):
             cases[function.__name__] = lambda function=function: function(layout)
         for name, settings in RESUMED.items():
             cases[f'resume {name}'] = lambda s=settings: resume(layout, **s)
@@ -968,15 +933,6 @@ def test_the_golden_values_of_maxtext(ranks):
     assert second['losses'] == pytest.approx([1, 0.81, 0.6561, 0.9409], abs=1e-4)
     for row in (first, second):
         assert row['after'] == [pytest.approx([1.5345, 1.0494, 0.5839], abs=1e-4)]
-
-
-def test_every_step_without_momentum_is_data_parallel_sgd(ranks):
-    for world_size in (2, 3):
-        assert max(row['error'] for row in seen(ranks, world_size, 'data_parallel')) <= apart()
-
-
-def test_one_fragment_without_overlap_is_plain_diloco_to_the_bit(ranks):
-    assert all(row['same'] for row in seen(ranks, 2, 'plain_loop'))
 
 
 @pytest.mark.parametrize('world_size', [2, THREE, FOUR])
