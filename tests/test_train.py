@@ -55,7 +55,7 @@ STILL = ('--max_iters=3', '--learning_rate=1e-50', '--eval_interval=1')  # Adam 
 
 
 # The runs that the short suite starts: each strategy, and each mechanism under one of them.
-SHORT = {'plain', 'enoki', 'fsdp1', 'still', 'scaled_muon', 'ddp2', 'fsdp2', 'manual', 'enoki_fsdp2'}
+SHORT = {'plain', 'enoki', 'fsdp1', 'still', 'scaled_muon', 'ddp2', 'fsdp2', 'manual'}
 SHORT |= {f'scaled_muon_{name}' for name in ('ddp', 'fsdp', 'manual', 'diloco')}
 SHORT |= {'ddp_micro1', 'sharded_accumulation', 'zero2', 'hsdp', 'offload', 'manual_stage1', 'selective', 'no_clip'}
 SHORT |= {'fp16_manual', 'bare_fsdp', 'noise_fsdp'}
@@ -87,11 +87,9 @@ NOISE |= {'deepspeed': ['--dropout=0.5', '--zero_stage=2']} if importlib.util.fi
 
 @pytest.fixture(scope='module')
 def one_process(data_dir, runs, has_slow_tests):
-    """The runs in one process with which the others are compared, 50 steps of each architecture; returns what they
-    held."""
+    """The runs in one process with which the others are compared, 50 steps of the first; returns what they held."""
     cases = [case('plain', 'train_ddp.py', data_dir, runs, '--max_iters=50')]
-    for arch in ('enoki', 'llama', 'qwen3'):
-        cases.append(case(arch, 'train_ddp.py', data_dir, runs, f'--arch={arch}'))
+    cases.append(case('enoki', 'train_ddp.py', data_dir, runs, '--arch=enoki'))
     for optimizer in SCALED:
         cases.append(
             case(f'scaled_{optimizer}', 'train_ddp.py', data_dir, runs, *COMPLETEP, f'--optimizer={optimizer}')
@@ -109,10 +107,6 @@ def two_ranks(data_dir, runs, one_process, has_slow_tests):
     cases = [
         case('ddp2', 'train_ddp.py', data_dir, runs, *longer, profiles=True),
         case('fsdp2', 'train_fsdp.py', data_dir, runs, *longer, profiles=True),
-        *(
-            case(f'{arch}_fsdp2', 'train_fsdp.py', data_dir, runs, f'--arch={arch}')
-            for arch in ('enoki', 'llama', 'qwen3')
-        ),
         *(
             case(f'scaled_{optimizer}_{name}', script, data_dir, runs, *COMPLETEP, f'--optimizer={optimizer}', *more)
             for optimizer in SCALED
@@ -179,11 +173,6 @@ def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_
         assert largest_difference(runs / name, runs / 'plain', 'grad_norm') <= 1e-4, (
             name
         )  # queries near 0 are normalized
-
-
-@pytest.mark.parametrize('arch', slow_but(SHORT, ['enoki', 'llama', 'qwen3']))
-def test_every_architecture_gives_the_same_losses_sharded(runs, two_ranks, arch):
-    assert_agree(runs / f'{arch}_fsdp2', runs / arch)
 
 
 @pytest.mark.parametrize('optimizer', slow_but(SHORT, SCALED, 'scaled_{}'.format))
