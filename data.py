@@ -290,8 +290,9 @@ def batches(
     With packed documents a batch is (x, y, starts). starts: int64 (batch_size, n_starts), where each document of a row
     begins, so that attention stays inside of documents; unused places hold block_size. starts_on_host: keep them in
     host memory.
-    first_sample: steps done x global_batch_size. With B = global_batch_size, step s of the run reads the slots
-    [s*B, (s+1)*B); of these rank r takes B/world_size from r*B/world_size on, batch_size per micro-step.
+    first_sample: steps done x global_batch_size. With B = global_batch_size, step s of the run, from 0 on (the log
+    counts it as s + 1), reads the slots [s*B, (s+1)*B); of these rank r takes B/world_size from r*B/world_size on,
+    batch_size per micro-step.
     Ranks that share their sequences count as one. A background thread makes the batches ahead, see run_ahead().
     """
     rank, world_size = rank // mixture.ranks_per_sequence, world_size // mixture.ranks_per_sequence

@@ -205,6 +205,8 @@ def check(config, layout, model):
         for size, what, number in zip(reversed(layer.weight.shape), ('inputs', 'outputs'), (0, 1), strict=True):
             if size % MULTIPLE:
                 key = KEYS.get(name.rpartition('.')[2], (None, None))[number] if 'transformers' not in config else None
+                if '.shared.' in name and key == 'mlp_hidden_dim':
+                    key = 'shared_expert_dim'
                 raise ValueError(
                     f'{given}: {name} has {size} {what}{" on each rank" if ranks > 1 else ""}, and matmuls of 8 bits '
                     f'take multiples of {MULTIPLE}: {advice(config, key, ranks)}leave matmul_dtype out'

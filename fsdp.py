@@ -45,9 +45,7 @@ def refuse_scalars(model):
         raise ValueError(f'parameter {scalars[0]} has no dimensions, so it cannot be sharded: {advice}')
 
 
-def by_torch(
-    model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, offload=False, experts=(), their_mesh=None
-):
+def by_torch(model, units, mesh, compute_dtype=torch.float32, zero_stage=3, offload=False, experts=(), their_mesh=None):
     """By fully_shard what fsdp_manual.shard does with these arguments. It decides by itself what to gather ahead."""
     sharding = {'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)}
     if offload:
@@ -58,8 +56,8 @@ def by_torch(
         module.set_gradient_divide_factor(mesh.size())  # an expert has computed tokens of all ranks
         if their_mesh.size(-1) > 1:  # gloo's reduce-scatter can only sum: FSDP divides after it, as for a single rank
             module.set_force_sum_reduction_for_comms(True)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=frees, **sharding)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=frees, **sharding)
     # The root stays gathered after forward, because backward begins with its head.
     return fully_shard(model, mesh=mesh, reshard_after_forward=False, **sharding)
 
@@ -68,15 +66,15 @@ def by_torch(
 def gathered(model, run):
     """A context in which each rank has all weights, in the compute dtype, so that ranks can make different numbers of
     forward passes without gradients. Collective where it begins. fsdp_manual.py has no room for that at stage 3."""
-    by_torch = run.config.fsdp_impl == 'torch'
-    if by_torch:
+    is_torch = run.config.fsdp_impl == 'torch'
+    if is_torch:
         model.set_reshard_after_forward(False)
     eager = torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext()
     with torch.no_grad(), eager:  # this pass gathers the weights, and those after it find them
         model(torch.zeros(1, 1, dtype=torch.int64, device=run.device), then=lambda hidden, _: hidden)
     yield
     processes.reshard(model)
-    if by_torch:  # as shard() has set it
+    if is_torch:  # as shard() has set it
         model.set_reshard_after_forward(run.config.zero_stage == 3)
         model.set_reshard_after_forward(False, recurse=False)
 

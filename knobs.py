@@ -63,7 +63,10 @@ def read_knobs(script):
         shared = knobs_of_class(base.id, script.with_name('keys.py').read_text(encoding='utf-8'))
         for key in shared.keys() & knobs.keys():
             if shared[key].meaning != knobs[key].meaning:
-                raise TypeError(f'{script.name} gives {key} of {base.id} another type, range or tag: use another name')
+                raise TypeError(
+                    f'{script.name} gives {key} of {base.id} in keys.py another meaning, {knobs[key].meaning} in place '
+                    f'of {shared[key].meaning}: use another name'
+                )
         knobs = shared | knobs
     sections = list(dict.fromkeys(knob.section for knob in knobs.values()))
     return dict(sorted(knobs.items(), key=lambda item: sections.index(item[1].section)))
@@ -106,7 +109,9 @@ def knobs_of_class(name, source):
         target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
         default = literal(statement.value)
         types, choices = accepted(getattr(statement, 'annotation', None), default)
-        comment, tags, bounds, conditions = without_tags(comments.get(last_line, ''))
+        lines = range(statement.lineno, last_line + 1)  # a formatter may have put it behind any of them
+        comment = ' '.join(comments[line] for line in lines if line in comments)
+        comment, tags, bounds, conditions = without_tags(comment)
         tags, conditions = tags if {*tags} - {'may change'} else of_section[0] + tags, of_section[2] + conditions
         knobs[target.id] = Knob(section, comment, types, choices, default, tags, bounds, conditions)
     return knobs

@@ -3,10 +3,9 @@ The loss: from hidden states to sums over tokens, a chunk of them at a time, so 
 
     loss_sum, ce_sum = ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size, z_loss, True, cross_entropy)
 
-The last argument is the loss kernel, what turns the logits of a chunk into its sums and their gradient: cross_entropy()
-here; where torch.compile compiles it, on a GPU, pointwise_cross_entropy(); and tensor_manual.SplitHead has one that
-asks the other ranks. A model holds its own in `loss_kernel`, which
-runtime/begin.py chooses.
+The last argument is the loss kernel, which turns the logits of a chunk into its sums and their gradient. A model has it
+in `loss_kernel`: cross_entropy(), unless runtime/begin.py compiles pointwise_cross_entropy() for a GPU. With tensor
+parallelism tensor_manual.SplitHead takes one that asks the other ranks instead.
 """
 
 import math

@@ -457,11 +457,18 @@ class SharedExpert(MLP):
 
     def __init__(self, config):
         super().__init__(config, config.shared_expert_dim)
-        self.score = nn.Linear(config.n_embd, 1, bias=False) if config.shared_expert_gate else None
+        self.score = Score(config.n_embd, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x):
         y = super().forward(x)
-        return y if self.score is None else y * torch.sigmoid(linear(x, self.score.weight))
+        return y if self.score is None else y * torch.sigmoid(self.score(x))
+
+
+class Score(nn.Linear):
+    """A number for each token, (..., C) -> (..., 1). Unlike a Linear it never multiplies in 8 bits."""
+
+    def forward(self, x):
+        return linear(x, self.weight)
 
 
 class Block(nn.Module):

@@ -124,8 +124,8 @@ class StopRequest:
         return bool(cause)
 
     def _answer_signals(self):
-        """Say at once what a signal will do, and end the process at a second Ctrl-C. In a thread, to which Python's
-        handler in C writes: other handlers wait until the main thread is back from a kernel or a collective."""
+        """Say at once, on rank 0, what a signal to it will do, and end the process at a second Ctrl-C. In a thread, to
+        which Python's handler in C writes: others wait until the main thread is back from a kernel or a collective."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -13,6 +13,8 @@ from launch import TINY_EXPERTS, TINY_MODEL, TINY_RUN, run_forked
 from outputs import metrics
 from short import slow_but
 
+import conditions
+from keys import DANA, OPTIMIZERS, SCHEDULES
 from system.files import ROOMS
 
 REPO = Path(__file__).resolve().parent.parent
@@ -326,3 +328,14 @@ def test_the_page_of_metrics_names_each_key_that_stands_in_the_code_and_no_other
         name = key.removesuffix('/[^/]+').rpartition('/')[2]
         parts = name.removesuffix('_gb'), name.removeprefix('worst_'), name.removesuffix('_of_layers')
         assert any(re.search(rf'\b{part}\b', code) for part in (name, *parts)), f'no code writes {key}'
+
+
+def test_every_optimizer_and_schedule_has_a_row_where_they_are_compared():
+    def found(pattern, text):
+        return {*re.findall(pattern, text, re.MULTILINE)}
+
+    assert {*OPTIMIZERS, *SCHEDULES} <= found(r'^\| ([\w-]+) \|', (REPO / 'docs/optimizers.md').read_text())
+    top = ast.get_docstring(ast.parse((REPO / 'optim.py').read_text()), clean=False)
+    assert {*OPTIMIZERS} == found(r'^    ([\w-]+)  +', top)
+    words, _ = conditions.READ_IF['train_']['beta1 beta2']
+    assert {*OPTIMIZERS} - {*DANA, 'sgd'} == found(r'(?<=[=, ])[a-z][\w-]+', words) - {'or'}

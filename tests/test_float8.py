@@ -384,6 +384,11 @@ def config_of(**changes):
         ({'n_embd': 72}, 'ddp', 'attn.qkv has 72 inputs.* --n_embd=48 or 96, or leave matmul_dtype out'),
         ({'mlp_hidden_dim': 100}, 'ddp', 'mlp.up has 100 outputs.* --mlp_hidden_dim=96 or 112'),
         ({'mlp_hidden_dim': 8}, 'ddp', 'mlp.up has 8 outputs.* --mlp_hidden_dim=16,'),
+        (
+            {'n_experts': 4, 'shared_expert_dim': 100, 'shared_expert_gate': True},
+            'ddp',
+            'mlp.shared.up has 100 outputs.* --shared_expert_dim=96 or 112',
+        ),
         ({'tensor_parallel': 5}, 'fsdp', 'qkv has 36 outputs on each rank.*n_head, n_kv_head and head_dim'),
         ({'block_size': 20}, 'ddp', '2 x 20 tokens are 40 .* --batch_size=4'),
         ({'block_size': 21, 'batch_size': 3}, 'ddp', '3 x 21 tokens are 63 .* --batch_size=16'),

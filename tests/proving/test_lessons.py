@@ -65,6 +65,8 @@ MODELS = {  # of documents if they do not say windows='stream'
     'experts': EXPERTS,
     'half of them': EXPERTS,  # all tokens are theirs, so that some ranks compute nothing
     'one half, then the other': EXPERTS | HALF,
+    'shared expert': EXPERTS
+    | dict(shared_expert_dim=20, shared_expert_gate=True, router_scores='sigmoid', router_scale=2.5, router_bias=1e-3),
     'muon': QWEN3 | dict(optimizer='muon'),
     'muon, experts': EXPERTS | dict(optimizer='muon'),
     'bf16': LLAMA | dict(dtype='bfloat16'),
@@ -119,6 +121,8 @@ ROWS = {  # {(model, ranks): layouts}
     ('half of them', 2): HALVES,
     ('half of them', 4): ['experts 4', 'experts 4, manual, inputs full', 'experts 2, copies 2'],
     ('one half, then the other', 2): HALVES,
+    ('shared expert', 2): ['fsdp', 'experts 2, manual, inputs selective'],
+    ('shared expert', 4): ['experts 2, copies 2'],
     ('muon', 2): ['tensor 2', 'tensor 2, manual, zero 1', 'stages 1, tensor 2'],
     ('muon', 4): ['tensor 4', 'tensor 2, copies 2, manual', 'tensor 2, ring 2', 'stages 2, tensor 2',
                   'stages 1, tensor 2'],
@@ -146,6 +150,7 @@ SHORT = {
     ('bf16', 4): ['stages 2, tensor 2'],
     ('muon', 4): ['tensor 2, copies 2, manual', 'stages 1, tensor 2'],
     ('muon, experts', 4): ['experts 2, manual'],
+    ('shared expert', 2): ['experts 2, manual, inputs selective'],
     ('untied', 4): ['tensor 4, manual', 'ring 2, tensor 2, inputs full', 'gather 4, manual', 'stages 4'],
     ('qwen3 near', 4): ['tensor 2, manual, inputs selective', 'stages 2', 'stages 2, chunks 2, tensor 2'],
     ('grouped', 4): ['ring 2', 'ring 4'],
