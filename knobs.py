@@ -64,8 +64,8 @@ def read_knobs(script):
         for key in shared.keys() & knobs.keys():
             if shared[key].meaning != knobs[key].meaning:
                 raise TypeError(
-                    f'{script.name} gives {key} of {base.id} in keys.py another meaning, {knobs[key].meaning} in place '
-                    f'of {shared[key].meaning}: use another name'
+                    f'{script.name} gives {key} of {base.id} another type, range or tag, {knobs[key].meaning} in place '
+                    f'of {shared[key].meaning} in keys.py: use another name'
                 )
         knobs = shared | knobs
     sections = list(dict.fromkeys(knob.section for knob in knobs.values()))

@@ -40,7 +40,9 @@ class Config:
     # optimizer
     learning_rate = 6e-4  # peak
     mode: Literal['slow', 'fast', 'very fast'] = 'slow'  # how to go
-    precision: Literal['bf16', 'fp16'] | None = None  # None = full
+    precision: Literal['bf16', 'fp16'] | None = (
+        None  # None = full
+    )
     rule: Literal[
         32, 512
     ] = 32  # over several lines
