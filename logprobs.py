@@ -94,7 +94,8 @@ def divergence(model, teacher, x, y, starts, losses_of, temperature=1.0):
     """
     (the sum of the losses of all targets y >= 0, the entropies of student and teacher there, fp32 (2, n), in nats).
 
-    teacher: another model of the same vocabulary, which gets no gradient. losses_of: a function of what student and
+    teacher: another model of the same tokens, which gets no gradient. Where one of the two has more logits, for rows
+    that only pad its embedding, these are left out. losses_of: a function of what student and
     teacher say, the log-probabilities of all tokens, fp32 (n, V) both; its result is the loss of each of the n targets.
     temperature: of both distributions.
     """
@@ -121,17 +122,18 @@ class ChunkedDivergence(torch.autograd.Function):
         needs_hidden, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         grad_hidden, grad_weight = torch.empty_like(hidden) if needs_hidden else None, None
         (taught_hidden, taught_logits_of), matrix = taught, logits_of.matrix
+        V = min(logits_of(hidden[:0]).shape[1], taught_logits_of(taught_hidden[:0]).shape[1])
         # Each chunk has about ten tensors in fp32 at the same time: hence chunks of a quarter.
         most = LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda, no gradient'] // 4
-        most = max(1, most // (4 * logits_of(hidden[:0]).shape[1]))
+        most = max(1, most // (4 * V))
         loss_sum, entropies = hidden.new_zeros((), dtype=torch.float32), []
         for start in range(0, max(1, len(hidden)), most):  # DDP waits for a gradient, also where no token counts
             chunk = slice(start, start + most)
-            teacher = log_probs_of(taught_logits_of(taught_hidden[chunk]), temperature)  # (n, V)
+            teacher = log_probs_of(taught_logits_of(taught_hidden[chunk])[:, :V], temperature)  # (n, V)
             logits = (hidden[chunk] if matrix is None else hidden[chunk] @ matrix.T).detach()  # before the cap
             with torch.set_grad_enabled(needs_hidden or needs_weight):
                 logits.requires_grad_(torch.is_grad_enabled())
-                student = log_probs_of(softcapped(logits.float(), logits_of.cap), temperature)
+                student = log_probs_of(softcapped(logits[:, :V].float(), logits_of.cap), temperature)
                 loss = losses_of(student, teacher).sum()
             loss_sum += loss.detach()
             entropies.append(torch.stack([-(of.exp() * of).sum(-1) for of in (student.detach(), teacher)]))
