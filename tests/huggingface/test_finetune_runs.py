@@ -785,13 +785,6 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def make_adapter(model):
-    for name in ('config.json', 'model.safetensors'):
-        (model / name).unlink()
-    (model / 'adapter_config.json').write_text(json.dumps({'base_model_name_or_path': 'some/base'}))
-    shutil.copy(model / 'tokenizer.json', model / 'adapter_model.safetensors')  # nobody looks into it
-
-
 def swap_tokens(model):
     vocabulary = json.loads((model / 'tokenizer.json').read_text())['model']
     first, second = sorted(vocabulary['vocab'], key=vocabulary['vocab'].get)[101:103]
@@ -852,7 +845,6 @@ WEIGHTS, FETCH = 'model.safetensors', 'python download_model.py'
 DAMAGED = {  # what is done to the folder `model`: (how, further words of the line)
     'no weights': (lambda model: (model / WEIGHTS).unlink(), [WEIGHTS, FETCH]),
     'a pickle': (lambda model: (model / WEIGHTS).rename(model / 'pytorch_model.bin'), ['bin', 'pickle', FETCH]),
-    'an adapter': (make_adapter, ['an adapter of peft for the model some/base', 'dtype="float32").merge_and_unload']),
     'no tokenizer': (lambda model: (model / 'tokenizer.json').unlink(), ['tokenizer.json', FETCH]),
     'no config': (lambda model: (model / 'config.json').unlink(), ['config.json', FETCH]),
     'another tokenizer': (swap_tokens, ['tokenizer', 'python prepare_data.py']),

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from huggingface import finetune, loading, self_test
 from huggingface.files import INDEX, SINGLE, Weights
 from huggingface.pretrained import Pretrained
-from system.errors import is_users_mistake
 
 
 @pytest.fixture(scope='module')
@@ -35,31 +34,6 @@ def model_of(folder):
     pretrained = Pretrained(str(folder))
     with torch.device('meta'):
         return finetune.for_training(pretrained)
-
-
-@pytest.mark.parametrize(
-    'changes',
-    [
-        {'num_hidden_layers': 3.0},
-        {'num_attention_heads': '4'},
-        {'hidden_act': 'none of them'},
-        {'hidden_act': None},
-        {'pad_token_id': 300},
-        {'dtype': 'torch.bfloat17'},
-        {'rope_parameters': {'rope_type': 'none of them', 'rope_theta': 1e4}},
-        {'rope_parameters': 5},
-        {'tie_word_embeddings': 'true'},
-    ],
-    ids=str,
-)
-def test_a_value_that_transformers_cannot_use_is_one_line(changes, folders, tmp_path):
-    folder = copy_of(folders['llama'], tmp_path, **changes)
-    with pytest.raises(ValueError) as refused:
-        model_of(folder)
-    message = str(refused.value)
-    assert (
-        is_users_mistake(refused.value) and '\n' not in message and str(folder) in message and 'config.json' in message
-    )
 
 
 def test_values_that_do_not_fit_together_are_found_by_running_the_class(folders, tmp_path):
