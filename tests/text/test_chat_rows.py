@@ -267,6 +267,10 @@ def test_what_is_no_conversation_is_refused_with_the_reason():
         ({'messages': [QA[0], {**QA[1], 'weight': 0.5}]}, 'neither 0 nor 1'),
         ({'messages': '[{"role": '}, 'messages are no list'),
         ({'conversations': [{'from': 'alien', 'value': 'x'}]}, "unknown role 'alien'"),
+        (
+            {'messages': [{'speaker': 'user', 'utterance': 'q'}]},
+            'it has: speaker, utterance): rename its keys to role and content, or from and',
+        ),
         ({'conversations': [{'from': 'human', 'text': 'x'}]}, 'no content (it has: from, text'),
         ({'instruction': 'x', 'output': 3}, 'output is no text'),
     ):
@@ -550,13 +554,6 @@ def test_a_list_in_which_both_sides_of_a_chat_speak_is_not_learned_as_text(tmp_p
     texts, notes = texts_of(sources.find_source(str(path)))
     assert texts == ['t']
     assert [count for note, count in notes.items() if 'is a list of messages with the keys' in note] == [1]
-
-
-def test_messages_with_other_keys_are_refused_with_those_that_are_read():
-    with pytest.raises(
-        ValueError, match=r'it has: speaker, utterance\): rename its keys to role and content, or from and'
-    ):
-        chat_rows.conversation_of({'messages': [{'speaker': 'user', 'utterance': 'q'}]})
 
 
 def test_columns_of_every_arrow_type_are_seen_as_conversations(tmp_path):
