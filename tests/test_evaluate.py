@@ -762,65 +762,54 @@ GOOD = {'context': 'a', 'choices': ['b', 'c'], 'gold': 0}
 ASKED = {'prompt': 'a', 'answer': 'b'}
 
 
+BAD = [  # a row behind GOOD, and what is said of it
+    ('{"context": ', 'not JSON'),
+    ('[1]', 'no object'),
+    ({'context': 'a', 'choice': ['b', 'c'], 'gold': 0}, 'choice, context, gold; '),
+    ({**GOOD, 'gold': 2}, 'gold=2; .*0 to 1'),
+    ({**GOOD, 'gold': '0'}, 'gold="0"; .*0 to 1'),
+    ({**GOOD, 'choices': ['b']}, r'choices is \["b"\]; .*two'),
+    ({**GOOD, 'choices': ['b', '']}, 'empty choice'),
+    ({**GOOD, 'context': 3}, 'context is 3; .*text'),
+    ({'text': 'a'}, "'text', .*'choices'"),
+]
+BAD_WITH_PROMPT = [  # behind ASKED
+    ({**ASKED, 'answer': 3}, 'answer is 3; expected a text, or a list of texts'),
+    ({**ASKED, 'answer': ['b', ' ']}, 'expected a text, or a list of texts'),
+    ({**ASKED, 'rule': 'equal'}, "rule='equal'; expected one of exact, contains, number, regex, math, gsm8k"),
+    ({**ASKED, 'rule': 'number'}, "the answer 'b' is no number, or more than one; rule=number compares a number"),
+    ({**ASKED, 'rule': 'number', 'answer': ['7', '7 cm^2']}, r"the answer '7 cm\^2' is no number, or more than one"),
+    ({**ASKED, 'rule': 'math', 'answer': '18 apples'}, "the answer '18 apples' is no formula alone"),
+    ({**ASKED, 'rule': 'math', 'answer': r'\frac{3'}, 'is no formula alone'),
+    ({**ASKED, 'rule': 'math', 'answer': '1 1/2'}, "'1 1/2' is no formula alone"),
+    ({**ASKED, 'rule': 'regex', 'pattern': 'b{99999999999}'}, 'is no regular expression: '),
+    ({**ASKED, 'rule': 'gsm8k'}, 'the answer \'b\' does not end in "#### 18", as rule=gsm8k reads it'),
+    ({**ASKED, 'rule': 'regex'}, 'the rule regex needs a pattern, others have none'),
+    ({**ASKED, 'pattern': 'b'}, 'the rule regex needs a pattern, others have none'),
+    ({**ASKED, 'rule': 'regex', 'pattern': '('}, r"pattern='\(' is no regular expression: "),
+    ({**ASKED, 'rule': 'regex', 'pattern': 5}, 'pattern is 5; expected a text'),
+    ({**ASKED, 'stop': 'b'}, 'stop is "b"; expected a list of texts'),
+    ({**ASKED, 'stop': ['b', '']}, 'expected a list of texts'),
+    ({**ASKED, 'max_new_tokens': 0}, 'max_new_tokens=0; expected 1 or more'),
+    ({**ASKED, 'gold': 1}, 'has the keys answer, gold, prompt; expected one of'),
+    ({'question': 'a', 'response': 'b'}, 'python prepare_data.py --tasks=NAME=.*/bad.jsonl` makes such rows'),
+    ({'question': 'a', 'response': 'b'}, '; rename question to prompt, rename response to answer; of a known task'),
+    ({'problem': 'a', 'ground_truth': 'b'}, 'rename .*problem to prompt'),
+    (
+        {**ASKED, 'prompt': [{'role': 'user', 'content': 'a'}], 'rule': 'exact'},
+        'messages are for .*: --apply_chat_template writes them$',
+    ),
+    (GOOD, "has 'choices', those before it have 'prompt': one file holds items of one form"),
+]
+
+
 @pytest.mark.parametrize(
-    'row, why',
-    [
-        ('{"context": ', 'not JSON'),
-        ('[1]', 'no object'),
-        ({'context': 'a', 'choice': ['b', 'c'], 'gold': 0}, 'choice, context, gold; '),
-        ({**GOOD, 'gold': 2}, 'gold=2; .*0 to 1'),
-        ({**GOOD, 'gold': '0'}, 'gold="0"; .*0 to 1'),
-        ({**GOOD, 'choices': ['b']}, r'choices is \["b"\]; .*two'),
-        ({**GOOD, 'choices': ['b', '']}, 'empty choice'),
-        ({**GOOD, 'context': 3}, 'context is 3; .*text'),
-        ({'text': 'a'}, "'text', .*'choices'"),
-    ],
+    'before, row, why', [*((GOOD, *bad) for bad in BAD), *((ASKED, *bad) for bad in BAD_WITH_PROMPT)]
 )
-def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
+def test_a_bad_row_is_named_by_its_number(before, row, why, tmp_path):
     row = row if isinstance(row, str) else json.dumps(row)
-    (tmp_path / 'bad.jsonl').write_text(f'{json.dumps(GOOD)}\n\n{row}\n')
+    (tmp_path / 'bad.jsonl').write_text(f'{json.dumps(before)}\n\n{row}\n')
     with pytest.raises(ValueError, match=f'bad.jsonl, row 3: .*{why}') as caught:
-        tasks.read_task(tmp_path / 'bad.jsonl')
-    assert '\n' not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    'row, why',
-    [
-        ({**ASKED, 'answer': 3}, 'answer is 3; expected a text, or a list of texts'),
-        ({**ASKED, 'answer': ['b', ' ']}, 'expected a text, or a list of texts'),
-        ({**ASKED, 'rule': 'equal'}, "rule='equal'; expected one of exact, contains, number, regex, math, gsm8k"),
-        ({**ASKED, 'rule': 'number'}, "the answer 'b' is no number, or more than one; rule=number compares a number"),
-        (
-            {**ASKED, 'rule': 'number', 'answer': ['7', '7 cm^2']},
-            r"the answer '7 cm\^2' is no number, or more than one",
-        ),
-        ({**ASKED, 'rule': 'math', 'answer': '18 apples'}, "the answer '18 apples' is no formula alone"),
-        ({**ASKED, 'rule': 'math', 'answer': r'\frac{3'}, 'is no formula alone'),
-        ({**ASKED, 'rule': 'math', 'answer': '1 1/2'}, "'1 1/2' is no formula alone"),
-        ({**ASKED, 'rule': 'regex', 'pattern': 'b{99999999999}'}, 'is no regular expression: '),
-        ({**ASKED, 'rule': 'gsm8k'}, 'the answer \'b\' does not end in "#### 18", as rule=gsm8k reads it'),
-        ({**ASKED, 'rule': 'regex'}, 'the rule regex needs a pattern, others have none'),
-        ({**ASKED, 'pattern': 'b'}, 'the rule regex needs a pattern, others have none'),
-        ({**ASKED, 'rule': 'regex', 'pattern': '('}, r"pattern='\(' is no regular expression: "),
-        ({**ASKED, 'rule': 'regex', 'pattern': 5}, 'pattern is 5; expected a text'),
-        ({**ASKED, 'stop': 'b'}, 'stop is "b"; expected a list of texts'),
-        ({**ASKED, 'stop': ['b', '']}, 'expected a list of texts'),
-        ({**ASKED, 'max_new_tokens': 0}, 'max_new_tokens=0; expected 1 or more'),
-        ({**ASKED, 'gold': 1}, 'has the keys answer, gold, prompt; expected one of'),
-        ({'question': 'a', 'response': 'b'}, 'python prepare_data.py --tasks=NAME=.*/bad.jsonl` makes such rows'),
-        ({'question': 'a', 'response': 'b'}, '; rename question to prompt, rename response to answer; of a known task'),
-        ({'problem': 'a', 'ground_truth': 'b'}, 'rename .*problem to prompt'),
-        (
-            {**ASKED, 'prompt': [{'role': 'user', 'content': 'a'}], 'rule': 'exact'},
-            'messages are for .*: --apply_chat_template writes them$',
-        ),
-        (GOOD, "has 'choices', those before it have 'prompt': one file holds items of one form"),
-    ],
-)
-def test_a_bad_row_with_a_prompt_is_named_by_its_number(row, why, tmp_path):
-    (tmp_path / 'bad.jsonl').write_text(f'{json.dumps(ASKED)}\n{json.dumps(row)}\n')
-    with pytest.raises(ValueError, match=f'bad.jsonl, row 2: .*{why}') as caught:
         tasks.read_task(tmp_path / 'bad.jsonl')
     assert '\n' not in str(caught.value)
 
