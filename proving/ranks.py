@@ -54,7 +54,8 @@ def run_ranks(size, function, timeout_s=600, log=os.devnull):
                 raise RankFailed(*error)
         if lost:
             silent = [rank for rank in lost if rank not in errors]
-            raise RankFailed(f'rank {(silent or lost)[0]} was killed, or took longer than {timeout_s} s', '', False)
+            rank = (silent or [*lost])[0]
+            raise RankFailed(f'rank {rank} {lost[rank]}', '', False)
         return [torch.load(f'{folder}/result_{rank}', weights_only=False) for rank in range(size)]
 
 
@@ -84,18 +85,23 @@ def be_a_rank(rank, function, folder, log):
 
 
 def wait_for(running, timeout_s):
-    """Wait for {pid: rank}; returns the ranks that failed. When one has, or after timeout_s, the others are killed."""
-    deadline, failed = time.monotonic() + timeout_s, []
+    """Wait for {pid: rank}; returns {a rank that failed: how}. After the first, or timeout_s, the others are killed."""
+    deadline, failed = time.monotonic() + timeout_s, {}
     while running:
         for pid in [*running]:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended and status:
-                failed.append(running[pid])
+                number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+                killed = ', as a kernel does that runs out of memory' if number == signal.SIGKILL else ''
+                how = f'was ended by {signal.Signals(number).name}{killed}' if number else 'failed'
+                failed.setdefault(running[pid], how)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             if ended:
                 del running[pid]
         if running and time.monotonic() > deadline:
-            for pid in running:
+            how = 'waited for the others' if failed else f'took longer than {timeout_s} s'
+            for pid, rank in running.items():
+                failed.setdefault(rank, how)
                 os.kill(pid, signal.SIGKILL)
             deadline = float('inf')
         time.sleep(0.005)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -41,8 +42,10 @@ def refuse():
 def test_the_error_of_the_rank_that_failed_first_is_raised():
     with pytest.raises(RankFailed, match='no such key'):
         run_ranks(2, on_rank_1(refuse), timeout_s=120)
-    with pytest.raises(RankFailed, match='rank 1 was killed'):
+    with pytest.raises(RankFailed, match='rank 1 was ended by SIGKILL, .* out of memory'):
         run_ranks(2, on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL)), timeout_s=120)
+    with pytest.raises(RankFailed, match='rank 0 took longer than 1 s'):
+        run_ranks(2, lambda rank: time.sleep(120), timeout_s=1)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason='needs a build of torch with CUDA')
