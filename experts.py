@@ -194,8 +194,8 @@ class TakeRows(torch.autograd.Function):
 class MoE(nn.Module):
     """A mixture of experts in the place of the MLP."""
 
-    def __init__(self, config, shared):
-        """shared: a module for all tokens beside the experts, or None."""
+    def __init__(self, config, shared=None):
+        """shared: a module for all tokens beside the experts."""
         super().__init__()
         self.router, self.experts, self.shared = Router(config), Experts(config), shared
 

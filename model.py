@@ -439,8 +439,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two matrices with GELU between them, or three with a SiLU gate (SwiGLU; Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, config, hidden_dim):
+    def __init__(self, config, hidden_dim=None):
         super().__init__()
+        hidden_dim = hidden_dim or config.mlp_hidden_dim
         self.up = Linear(config.n_embd, hidden_dim, bias=config.bias)
         self.gate = Linear(config.n_embd, hidden_dim, bias=config.bias) if config.llama_style else None
         self.down = Linear(hidden_dim, config.n_embd, bias=config.bias)
@@ -485,7 +486,7 @@ class Block(nn.Module):
 
             self.mlp = MoE(config, SharedExpert(config) if config.shared_expert_dim else None)
         else:
-            self.mlp = MLP(config, config.mlp_hidden_dim)
+            self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
         self.branch_scale = 1 / config.ratios[1]
         self.activation_checkpointing = 'none'

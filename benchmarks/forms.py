@@ -353,8 +353,8 @@ def forms_of_float8(device, arguments):
     amax is found at once; without G, where the gradient of a weight is rounded to bf16 first; with F5, see above.
     """
     keys, config = shape_of('Llama 1B', device)
-    in_bf16 = MLP(config, config.mlp_hidden_dim).to(device)
-    in_8_bits = MLP(config, config.mlp_hidden_dim).to(device)
+    in_bf16 = MLP(config).to(device)
+    in_8_bits = MLP(config).to(device)
     in_8_bits.load_state_dict(in_bf16.state_dict())
     float8.convert(SimpleNamespace(blocks=[in_8_bits], compute_dtype=torch.bfloat16))
     (x, gradient), multiply = inputs(keys, config, device), float8.multiply

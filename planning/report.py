@@ -41,6 +41,7 @@ def dry_run(config, shape, world_size, strategy='ddp', filled=1.0, card=None):
     names = ['n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size']
     if shape.get('n_experts'):
         names[5:6] = ['n_experts', 'experts_per_token', 'expert_hidden_dim']
+        names[8:8] = ['shared_expert_dim'] * bool(shape.get('shared_expert_dim'))
     model_name = f'{config["arch"]} of {config["init_from"]}' if is_fine_tuned else config['arch']
     lines = section(f'model: {model_name}', {name: f'{config[name]:,}' for name in names})
     if config.get('heads'):
