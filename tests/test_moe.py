@@ -102,12 +102,25 @@ def test_logits_gradients_and_balancing_loss_equal_transformers(name, shape):
     assert error(logits, expected.logits) <= apart()
     if has_loss:
         assert error(pooled_balance(chosen, router_logits, ours.config.n_experts), expected.aux_loss) <= apart()
-    for of_model in (logits, expected.logits):
-        (of_model * torch.randn(of_model.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    factor = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (logits * factor).sum().backward()
     gradients = {key: parameter.grad for key, parameter in ours.named_parameters()}
     gradients = convert.to_transformers(gradients, ours.config)
-    for key, parameter in theirs.named_parameters():
-        assert error(gradients[key], parameter.grad) <= 10 * apart(), key
+    in_fp32 = gradients_of_class(theirs, x, factor)
+    with in_float64():
+        exact = gradients_of_class(theirs.double(), x, factor.double())
+    largest = max(gradient.norm() for gradient in exact.values())
+    kept = [key for key, gradient in exact.items() if gradient.norm() > 1e-6 * largest]
+    # Of a router it is 0 if its one expert has the weight 1 in any case, and nearly so if its sigmoids are near 0 or 1;
+    # of a bias of keys it is small.
+    assert all(key.endswith(('k_proj.bias', 'mlp.gate.weight')) for key in exact.keys() - {*kept})
+    assert_as_close_to_float64(*({key: of[key] for key in kept} for of in (gradients, in_fp32, exact)))
+
+
+def gradients_of_class(model, x, factor):
+    model.zero_grad()
+    (model(input_ids=x).logits * factor).sum().backward()
+    return {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
 
 
 # --- what is computed -------------------------------------------------------------------------------------------------
