@@ -195,7 +195,7 @@ class MoE(nn.Module):
     """A mixture of experts in the place of the MLP."""
 
     def __init__(self, config, shared=None):
-        """shared: a module for all tokens beside the experts."""
+        """shared: a module that computes every token, beside the experts; None = there is none."""
         super().__init__()
         self.router, self.experts, self.shared = Router(config), Experts(config), shared
 

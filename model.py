@@ -212,6 +212,8 @@ def check_experts(config):
         )
     if config.bias:
         raise ValueError(f'{given} with bias=True: experts have none: leave bias out')
+    if config.shared_expert_dim < 0:
+        raise ValueError(f'shared_expert_dim={config.shared_expert_dim}: expected 0 or more')
     if config.router_scores not in ('softmax', 'sigmoid'):
         raise ValueError(f'router_scores={config.router_scores!r}: expected softmax or sigmoid')
 

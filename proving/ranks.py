@@ -92,8 +92,8 @@ def wait_for(running, timeout_s):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended and status:
                 number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-                killed = ', as a kernel does that runs out of memory' if number == signal.SIGKILL else ''
-                how = f'was ended by {signal.Signals(number).name}{killed}' if number else 'failed'
+                more = ' (out of memory?)' if number == signal.SIGKILL else ''
+                how = f'was killed by {signal.Signals(number).name}{more}' if number else 'failed'
                 failed.setdefault(running[pid], how)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             if ended:

@@ -9,8 +9,8 @@ import json
 from types import SimpleNamespace
 
 import optim
-from conditions import DANA
 from configurator import refuse_gone, tagged
+from keys import DANA
 from knobs import shown
 
 

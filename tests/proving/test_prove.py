@@ -75,7 +75,7 @@ def test_what_cannot_be_proven_ends_in_one_line(tmp_path, keys, code, line):
 @pytest.mark.parametrize(
     'line, more, said',
     [
-        ('import data\n', 'import os\n\nos.kill(os.getpid(), 9)\n', 'was ended by SIGKILL'),
+        ('import data\n', 'import os\n\nos.kill(os.getpid(), 9)\n', 'was killed by SIGKILL'),
         ('    step += 1\n', "    raise ValueError('too late to refuse')\n", 'after 1 steps: too late to refuse'),
     ],
 )
