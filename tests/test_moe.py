@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import expert_manual
 import experts as experts_module
 import muon
-from experts import Experts
+from experts import Balance, Experts
 from huggingface import convert
 from model import GPT, ModelConfig
 from optim import balance_experts
@@ -121,6 +121,17 @@ def gradients_of_class(model, x, factor):
     model.zero_grad()
     (model(input_ids=x).logits * factor).sum().backward()
     return {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+
+
+def test_the_balancing_loss_of_sigmoid_scores_takes_their_shares():
+    torch.manual_seed(0)
+    balance, logits = Balance(5, 2, aux=0.3, z=0.0, scores='sigmoid'), 3 * torch.randn(7, 5)
+    balance.load.copy_(torch.tensor([0.1, 0.9, 0.3, 0.5, 0.2]))
+    found = balance.loss_sum(logits.topk(2).indices, logits, torch.ones(7, dtype=torch.bool))
+    scores = logits.double().sigmoid()
+    p = scores / scores.sum(-1, keepdim=True)
+    assert error(found, 0.3 * 5 * (p @ balance.load.double()).sum()) <= apart()
+    assert error(balance.seen[-1], -(p * p.log()).sum()) <= apart()  # the entropy that the log has
 
 
 # --- what is computed -------------------------------------------------------------------------------------------------
