@@ -11,7 +11,7 @@ Say d_1, ..., d_n are the updates between the first checkpoint w_0 and the last 
 
 so that an update counts the less the later it was: with coefficients that fall linearly, like those of a linear decay
 of the learning rate (arXiv 2507.17634; the updates of such a run differ, of course). A run need not know beforehand
-where it ends, and can go on from its last checkpoint as if nothing had happened. docs/optimizers.md says what it gave.
+where it ends, and can resume its last checkpoint as if nothing had happened. docs/optimizers.md says what it gave.
 """
 
 import os

@@ -16,7 +16,7 @@ A row is a conversation if it has `messages` or `conversations` (ShareGPT), or a
 `completion`, in `instruction` and `output` (Alpaca), or in `question` and `answer`. --chat_fields names other fields.
 The tokenizer's chat template turns a conversation into text. Only the assistant's tokens count in the loss, and files
 such as train_000000.mask mark them. At the end the script prints the first document or conversation as it was written,
-and marks the part that a model learns.
+and marks the part that counts in the loss.
 
 One process reads and writes, and num_proc others tokenize. If the script is killed half-way, the same command continues
 from there, and the files come out the same to the byte.

@@ -7,7 +7,7 @@ writes: on-policy distillation (GKD, arXiv 2306.13649).
     python train_distill.py --help                                    # every key with its default and meaning
 
 In each step the student writes an answer to each of some prompts. The teacher reads them, and says for each token which
-one it would have written, of all the vocabulary: that is what the student learns. The student is trained as in
+one it would have written, of all the vocabulary: that is the student's target. The student is trained as in
 train_ddp.py or train_fsdp.py, by the key `strategy`, and `diff train_grpo.py train_distill.py` shows what is new: a
 teacher for each token in place of a reward for each answer. docs/distill.md says what one sees in a run, and what goes
 wrong.

@@ -10,7 +10,7 @@ parallelism).
 
 `diff train_fsdp.py train_parallel.py` shows what that takes. How each works is in context_manual.py, tensor_manual.py
 and expert_manual.py. Context parallelism can be combined with each of the others, and with all three at 1 this is
-train_fsdp.py: each script goes on with the other's checkpoints.
+train_fsdp.py: each script resumes the other's checkpoints.
 """
 
 import math

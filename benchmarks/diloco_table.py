@@ -9,8 +9,8 @@ The first command needs stdlib-bpe2048 in data_dir (python prepare_data.py); the
 same with --steps=400 --inner_steps=10. Each method trains the model of config/quickstart.py on two ranks, except for
 `alone`: one rank with its half of each batch, which is what you have without a network. All learning rates are tried
 with the first seed, and then the best one with the other seeds. When a run has ended, a line is added to results.jsonl
-in --folder, so the same command goes on where it was stopped. A line says neither how many steps the run had nor which
-model, so runs that differ in these need a --folder of their own.
+in --folder, so the same command continues where it was stopped. A line says neither how many steps the run had nor
+which model, so runs that differ in these need a --folder of their own.
 
 Bytes are what the network interfaces of both hosts sent, headers included: the two ranks are on two hosts with an
 unshaped cable between them, see slow_link.py. Where that cannot be had, the table has no bytes, and a line says why.

@@ -1,5 +1,5 @@
 """
-Does evaluate.py give the same numbers as lm-evaluation-harness, and how fast is it beside it? Needs
+Does evaluate.py give the same numbers as lm-evaluation-harness, and is it as fast? Needs
 `pip install lm_eval` (0.4.13).
 
     python benchmarks/evaluate_rate.py models/gpt2                          # a task of 300 items from Python's sources

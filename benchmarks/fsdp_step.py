@@ -1,5 +1,5 @@
 """
-How fast is fsdp_manual.py beside PyTorch's fully_shard and DistributedDataParallel? Tokens/s of all three, in turns in
+Is fsdp_manual.py as fast as PyTorch's fully_shard and DistributedDataParallel? Tokens/s of all three, in turns in
 the same processes.
 
     torchrun --nproc_per_node=2 benchmarks/fsdp_step.py               # a 10.9M-parameter model on a CPU, or a GPU

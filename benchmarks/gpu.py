@@ -4,13 +4,13 @@ The first 15 minutes on a GPU: does everything work there, how fast is it, and w
     python benchmarks/gpu.py                                 # all checks; writes OUT/gpu.md
     python benchmarks/gpu.py --only='Llama 1B|float8'        # checks with such names, and what these need
     python benchmarks/gpu.py --only='forms of'               # parts of a step beside another form, in turns
-    python benchmarks/gpu.py --nanogpt=path/to/nanoGPT       # its train.py beside ours
+    python benchmarks/gpu.py --nanogpt=path/to/nanoGPT       # its train.py and ours
     python benchmarks/gpu.py --device=cpu                    # tiny models on a CPU, to try this program
 
 First come the checks of correctness, --jobs of them side by side. Then each check that is timed runs alone, the most
 important first, until --budget minutes are over; a line names each that is left out.
 
-Each check is a process of its own and leaves OUT/NAME.json as soon as it has ended, so a second call goes on where the
+Each check is a process of its own and leaves OUT/NAME.json when it has ended, so a second call continues where the
 first stopped; to repeat a check, delete that file. Needs torch and numpy, for some checks transformers, pytest or peft,
 but no network, datasets or wandb. docs/gpu.md says how to read the result.
 """

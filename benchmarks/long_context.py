@@ -1,7 +1,7 @@
 """
 What is a longer context worth to a small model that is extended to it? Bits per byte by position, and needles found.
 
-    python benchmarks/long_context.py --out=out/long          # bits per byte; if killed, the same command goes on
+    python benchmarks/long_context.py --out=out/long          # bits per byte; if killed, the same command continues
     python benchmarks/long_context.py --seeds 1 2 3           # needles found by small models: 8 minutes
     python benchmarks/long_context.py --needles=tasks/needles --lengths 8000 32000   # writes needles for any model
     python evaluate.py --out_dir=models/NAME --tasks=tasks/needles/32000_at_0.5.jsonl

@@ -1,5 +1,5 @@
 """
-How fast is train_ddp.py beside nanoGPT's train.py? The same shapes on the same CPU, one process each, in turns.
+How fast is train_ddp.py compared with nanoGPT's train.py? The same shapes on the same CPU, one process each, in turns.
 
     git clone https://github.com/karpathy/nanoGPT && python nanoGPT/data/shakespeare_char/prepare.py
     python benchmarks/nanogpt.py path/to/nanoGPT             # tokens/s of two sizes, ours in fp32 and the default dtype

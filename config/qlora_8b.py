@@ -1,4 +1,4 @@
-# Fine-tune Llama 3 with 8B parameters on conversations, on one GPU of 24 GB: linear layers in 4 bits, beside them LoRA.
+# Fine-tune Llama 3 with 8B parameters on conversations, on one GPU of 24 GB: linear layers in 4 bits, plus LoRA.
 #
 #   python download_model.py --model=meta-llama/Llama-3.1-8B-Instruct
 #   python prepare_data.py --dataset=chats.jsonl --tokenizer=models/Llama-3.1-8B-Instruct --name=chats

@@ -2,7 +2,7 @@
 #
 #   torchrun --nproc_per_node=4 train_fsdp.py config/sanity_check.py    # or any other train script
 #
-# The last line says `done`. A second run finds it done: remove out/sanity_check to go again.
+# The last line says `done`. A second run finds it done: remove out/sanity_check to repeat it.
 
 out_dir = 'out/sanity_check'
 dataset = 'synthetic'  # random tokens made on the fly: nothing to prepare

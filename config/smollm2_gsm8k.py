@@ -11,7 +11,7 @@ dataset = 'gsm8k'
 
 block_size = 512  # the longest conversation but seven
 batch_size = 4
-global_batch_size = 8  # 4,096 tokens, of which 58% are answers, and learned
+global_batch_size = 8  # 4,096 tokens, of which 58% are answers, which the loss covers
 
 max_iters = 200  # half of the training set, once
 learning_rate = 1e-4  # ten times what a model of 7B would take: small models want more
@@ -22,4 +22,4 @@ weight_decay = 0.0
 eval_interval = 50
 eval_sequences = 32  # all of the validation split
 log_interval = 5
-checkpoint_interval = 20  # a laptop may be closed at any time: the same command goes on
+checkpoint_interval = 20  # a laptop may be closed at any time: the same command resumes

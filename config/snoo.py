@@ -3,7 +3,7 @@
 #
 #   torchrun --nproc_per_node=8 train_diloco.py config/gpt2_124m.py config/snoo.py
 #
-# With s = slow weights - fast weights: b = 0.75 b + s; slow weights -= 0.8 (s + 0.75 b); the fast go on from there.
+# With s = slow weights - fast weights: b = 0.75 b + s; slow weights -= 0.8 (s + 0.75 b); the fast continue from there.
 
 num_replicas = 1  # all ranks hold the one replica between them, as in train_fsdp.py
 inner_steps = 100  # K: the paper finds 5 to 100 alike
