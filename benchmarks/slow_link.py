@@ -374,7 +374,7 @@ def main(argv=None):
     keys += [f'--global_batch_size={arguments.batch}', f'--batch_size={arguments.batch // 2}']
     keys += ['--vocab_size=2048'] if arguments.dataset == 'synthetic' else []
     keys += ['--device=cpu', '--dtype=float32', '--resume=never', '--eval_interval=0', '--checkpoint_interval=0']
-    print('| link | case | tokens/s | of unshaped | a host sends every | MB, counted | MB, formula | waited | val loss |')
+    print('| link | case | tokens/s | of unshaped | a host sends every | MB, counted | formula | waited | val loss |')
     print('|---|---|---|---|---|---|---|---|---|', flush=True)
     unshaped = {}
     with tempfile.TemporaryDirectory() as temporary, SlowLink(mbit=None) as link:
