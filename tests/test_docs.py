@@ -71,7 +71,7 @@ def keys_of(script):
         assert keys, f'{script} --help lists no keys'
     else:
         keys = set(re.findall(r"'--(\w+)'", (REPO / script).read_text()))  # most import torch before they answer
-    if script in ('compare.py', 'prove.py', 'benchmarks/coordinates.py'):  # they pass keys on to train scripts
+    if script in ('compare.py', 'prove.py', 'benchmarks/coordinates.py', 'tests/launch.py'):  # they start train scripts
         keys |= keys_of_all(TRAIN_SCRIPTS)
     return keys | {'help', 'version'}
 
@@ -82,10 +82,11 @@ def keys_of_all(scripts):
 
 def commands(text):
     """(script, its arguments) of each command that starts a program of this project, in blocks and in the text."""
-    lines = [line.partition(' #')[0] for block in code_blocks(text) for line in block.splitlines()]
+    blocks = (block.replace('\\\n', ' ') for block in code_blocks(text))
+    lines = [line.partition(' #')[0] for block in blocks for line in block.splitlines()]
     for line in [*lines, *inline_code(text)]:
         line = line.removeprefix('$ ').replace('python -m planning.rules', 'python planning/rules.py')
-        found = re.match(r'(?:.*&& )?(?:\w+=\S+ )?(?:python|torchrun|bash|sbatch)\b.*?([\w/]+\.(?:py|sh))(.*)', line)
+        found = re.match(r'(?:.*&& )?(?:\w+=\S+ )*(?:python|torchrun|bash|sbatch)\b.*?([\w/]+\.(?:py|sh))(.*)', line)
         if found and not found[1].startswith('config/'):
             yield found[1], found[2]
 
@@ -154,16 +155,33 @@ def test_functions_that_a_page_names_exist(page):
             assert re.search(defined, sources[REPO / file], flags=re.MULTILINE), f'{file} has no {name}'
 
 
-@pytest.mark.parametrize('page', PAGES, ids=NAMES)
-def test_commands_use_only_keys_that_their_script_has(page):
-    for script, arguments in commands(page.read_text()):
+def assert_keys_exist(text):
+    for script, arguments in commands(text):
         name = script.rpartition('/')[2]
         if name.endswith('.sh'):
             known = keys_of_all(HANDED_ON.get(name, TRAIN_SCRIPTS)) | {'more', 'full'}
         else:
             known = keys_of(script)
-        unknown = set(re.findall(r'(?<!\S)--([\w-]+)', arguments)) - known - MISTAKES
+        unknown = set(re.findall(r'(?<!\S)--([\w-]+)', re.sub("'[^']*'", '', arguments))) - known - MISTAKES
         assert not unknown, f'{script}{arguments}: no such key: {unknown}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_commands_use_only_keys_that_their_script_has(page):
+    assert_keys_exist(page.read_text())
+
+
+@pytest.mark.parametrize('folder', ['.', 'config', 'benchmarks', 'slurm', 'docs/pictures', 'tests'])
+def test_so_do_the_commands_at_the_top_of_files(folder):
+    """In the docstring of a script, and in the comments that a config or a shell script begins with."""
+    for path in [*(REPO / folder).glob('*.py'), *(REPO / folder).glob('*.sh')]:
+        text = path.read_text()
+        top = path.suffix == '.py' and ast.get_docstring(ast.parse(text))
+        top = top or re.sub('^# ?', '', re.match('(#.*\n)*', text)[0], flags=re.MULTILINE)
+        lines = re.findall(r'^ +(?!.*nanoGPT/)(\S.*)', top, re.MULTILINE)  # not what it has
+        assert_keys_exist('\n'.join(['```', *lines, '```']))
+        for config in re.findall(r'config/\w+\.py', ' '.join(lines)):
+            assert (REPO / config).exists() or config == 'config/mine.py', f'{path} names {config}'
 
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)

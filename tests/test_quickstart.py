@@ -57,6 +57,18 @@ def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason='the text is the library of this Python, not of 3.11.7')
+def test_the_tour_begins_as_its_page_says(clone):
+    """Its losses also depend on the tokenizer that prepare_data.py trains."""
+    for command in (['prepare_data.py'], ['train_ddp.py', 'config/tour.py']):
+        subprocess.run([sys.executable, *command], cwd=clone, env=environment(), check=True, timeout=1200)
+    last = metrics(clone / 'out/tour/one')[-1]
+    page = (REPO / 'docs/tour.md').read_text()
+    said = re.search(r'\| loss (\S+) .*\n.* val loss (\S+), .* (\S+) bits/byte', page).groups()
+    assert [last[key] for key in ('loss', 'val_loss', 'val_bpb')] == pytest.approx([*map(float, said)], 1e-3)
+
+
+@pytest.mark.slow
 def test_the_whole_way_ends_with_a_table_and_an_answer_and_goes_on_where_it_was(clone):
     short = ['whole_way.sh', '--max_iters=2', '--warmup_iters=1', '--eval_tasks=']
     first = bash(*short, folder=clone)
