@@ -72,8 +72,8 @@ READ_IF = {
             lambda run: not run.dataset_stages or run.dataset_stages[0][0] > 0,
         ),
         'mlp_hidden_dim': (
-            'without experts, or for the size of those that get no expert_hidden_dim',
-            lambda run: not run.n_experts or not run.is_given('expert_hidden_dim'),
+            'without experts, in dense_layers, or for the size of experts that get no expert_hidden_dim',
+            lambda run: not run.n_experts or run.dense_layers or not run.is_given('expert_hidden_dim'),
         ),
         'router_aux router_z': (
             'in a mixture: from scratch with --n_experts, or an init_from for which transformers has a balancing loss '

@@ -61,10 +61,10 @@ def check(keys, layout, shape):
     given = f'expert_parallel={layout.expert}'
     n_experts = shape.n_experts if isinstance(shape, ModelConfig) else 0
     if not n_experts and not isinstance(shape, ModelConfig):
-        way = 'use --native=True, or ' if shape.arch in ('qwen2_moe', 'qwen3_moe') else ''
+        way = 'use --native=True, or ' if shape.arch in ('qwen2_moe', 'qwen3_moe', 'dots1') else ''
         raise ValueError(
-            f'{given} with init_from={keys["init_from"]}: of mixtures model.py computes those of Qwen2 and Qwen3: '
-            f'{way}leave it at 1, FSDP shards all weights'
+            f'{given} with init_from={keys["init_from"]}: of mixtures model.py computes those of Qwen2, Qwen3 and '
+            f'dots.llm1: {way}leave it at 1, FSDP shards all weights'
         )
     if not n_experts:
         raise ValueError(f'{given} with n_experts=0: there are none to divide: leave it at 1, or take a mixture')
@@ -102,7 +102,8 @@ def sends(plan):
     """See "What crosses the wire?" above. If routers are not balanced, some ranks send more, others less."""
     ranks, exchanges = plan.layout.expert, 6 if plan.recomputes else 4
     nbytes = rows_of_experts(plan) * plan.keys['n_embd'] * plan.compute_bytes
-    return {'tokens of experts': plan.layout.micro_steps * plan.blocks * exchanges * (ranks - 1) / ranks * nbytes}
+    layers = plan.blocks - plan.keys['dense_layers']
+    return {'tokens of experts': plan.layout.micro_steps * layers * exchanges * (ranks - 1) / ranks * nbytes}
 
 
 def split(model, ranks, share=None):
@@ -114,8 +115,9 @@ def split(model, ranks, share=None):
     Returns the modules with experts, which FSDP has to shard over the ranks that have the same ones.
     """
     share = share or Share()
-    for block in model.blocks:
-        block.mlp.experts = SharedExperts(block.mlp.experts, ranks)
+    mixtures = [block.mlp for block in model.blocks if block.is_mixture]
+    for mixture in mixtures:
+        mixture.experts = SharedExperts(mixture.experts, ranks)
     for name, parameter in [*model.named_parameters()]:
         if '.experts.' in name:
             module_name, _, own_name = name.rpartition('.')
@@ -123,7 +125,7 @@ def split(model, ranks, share=None):
             share.slices[name] = Slice(parameter.shape, 0, ((ranks.rank * rows, rows),))
             part = share.slices[name].of(parameter.detach()).clone()
             setattr(model.get_submodule(module_name), own_name, nn.Parameter(part))
-    return [block.mlp.experts for block in model.blocks]
+    return [mixture.experts for mixture in mixtures]
 
 
 class SharedExperts(Experts):

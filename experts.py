@@ -33,7 +33,8 @@ class Balance(nn.Module):
         self.n_experts, self.k, self.scores = n_experts, k, scores
         self.aux, self.z, self.bias_rate = aux, z, bias_rate
         self.register_buffer('load', torch.empty(self.n_experts))
-        self.register_buffer('bias', torch.empty(self.n_experts) if self.bias_rate else None)
+        has_bias = bias_rate or scores == 'sigmoid'  # DeepSeek-V3's; where the rate is 0 it stays as it was loaded
+        self.register_buffer('bias', torch.empty(self.n_experts) if has_bias else None)
         # This rank's counts in the step so far: the tokens of each expert, and last the sum over tokens of the router's
         # entropy. In float64, which counts up to 2^53 one by one.
         self.register_buffer('seen', torch.empty(self.n_experts + 1, dtype=torch.float64), persistent=False)

@@ -156,7 +156,8 @@ def assign_parameters(model, blocks):
 
 
 def split_unit(parameters, theirs):
-    """Split a block's parameters into two units, those not in `theirs` and those in it; into one if it is empty."""
+    """Split a block's parameters into two units, those not in `theirs` and those in it, which may be none; into one if
+    `theirs` is empty."""
     parts = [{}, {}]
     for parameter, places in parameters.items():
         parts[parameter in theirs][parameter] = places
@@ -251,7 +252,7 @@ class ShardGroup:
         self.reduce_buffers = {}
 
     def make_room(self, units, device, shared, prefetch):
-        """Give these units, one of each block, their rooms: a single one for all if it is shared, else one each."""
+        """Give these units, one of a block, their rooms: a single one for all if it is shared, else one each."""
         self.units, largest = units, max(unit.nbytes for unit in units)
         room = Room(largest, device) if shared else None
         for unit in units:
@@ -390,11 +391,15 @@ class ShardedModel(nn.Module):
 
         home = 'cpu' if offload else self.device
         self.blocks = [
-            [Unit(part, index, group, home, compute_dtype) for part, group in zip(parts, self.groups, strict=True)]
+            [
+                Unit(part, index, group, home, compute_dtype)
+                for part, group in zip(parts, self.groups, strict=True)
+                if part  # a dense block of a mixture has no experts
+            ]
             for index, parts in enumerate(units)
         ]
-        for number, group in enumerate(self.groups):
-            of_blocks = [of_block[number] for of_block in self.blocks]
+        for group in self.groups:
+            of_blocks = [unit for unit in itertools.chain(*self.blocks) if unit.group is group]
             group.make_room(of_blocks, self.device, zero_stage == 3, prefetch)
         self.root = [Unit(parameters, None, self.groups[0], home, compute_dtype) for parameters in root]
         for unit in self.root:

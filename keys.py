@@ -85,6 +85,7 @@ class Keys:
     n_embd = 768  # width of the residual stream [>= 1]
     mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64 [>= 1]
     n_experts = 0  # mixture of experts (llama, qwen3): experts per block; 0 = a dense model [>= 0]
+    dense_layers = 0  # first blocks without experts, mlp_hidden_dim wide; DeepSeek-V3: 3 [>= 0, if n_experts]
     experts_per_token = 2  # experts per token, chosen by the router [>= 1, if n_experts]
     expert_hidden_dim: int | None = None  # their width; None = mlp_hidden_dim / experts_per_token [>= 1, if n_experts]
     shared_expert_dim = 0  # width of one more expert, which computes every token; 0 = none [>= 0, if n_experts]

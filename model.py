@@ -67,6 +67,7 @@ class ModelConfig:
     n_embd: int = 768
     mlp_hidden_dim: int | None = None
     n_experts: int = 0  # 0: one MLP in each block, which computes all tokens
+    dense_layers: int = 0  # the first blocks of a mixture, which keep the MLP
     experts_per_token: int = 2
     expert_hidden_dim: int | None = None
     shared_expert_dim: int = 0  # width of an MLP for all tokens beside the experts; 0: none
@@ -205,6 +206,9 @@ def check_experts(config):
         raise ValueError(f'{given} with arch={config.arch}: llama and qwen3 have experts: use --arch=qwen3, {or_dense}')
     if not 1 <= k <= n:
         raise ValueError(f'{given} with experts_per_token={k}: expected 1 to {n} of them for each token')
+    if not 0 <= config.dense_layers < config.n_layer:
+        fits = f'expected 0 to {config.n_layer - 1}, since the blocks after them have the experts'
+        raise ValueError(f'dense_layers={config.dense_layers} with n_layer={config.n_layer}: {fits}')
     if config.parametrization != 'standard':
         raise ValueError(
             f'{given} with parametrization={config.parametrization!r}, whose table has no experts: '
@@ -477,12 +481,12 @@ class Score(nn.Linear):
 class Block(nn.Module):
     """Pre-norm transformer block: the unit that is compiled, checkpointed and sharded."""
 
-    def __init__(self, config, rotary, window=None):
+    def __init__(self, config, rotary, number=0):
         super().__init__()
         self.attn_norm = Norm(config, config.n_embd)
-        self.attn = Attention(config, rotary, window)
+        self.attn = Attention(config, rotary, config.windows[number])
         self.mlp_norm = Norm(config, config.n_embd)
-        self.is_mixture = config.n_experts > 0
+        self.is_mixture = config.n_experts > 0 and number >= config.dense_layers
         if self.is_mixture:
             from experts import MoE  # here, since other models need nothing of it
 
@@ -573,8 +577,8 @@ class GPT(nn.Module):
         positions = config.positions or config.block_size
         self.pos_embed = nn.Embedding(positions, config.n_embd) if config.arch == 'gpt2' else None
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, self.rotary, window) for window in config.windows)
-        self.routers = [block.mlp.router for block in self.blocks] if config.n_experts else []
+        self.blocks = nn.ModuleList(Block(config, self.rotary, number) for number in range(config.n_layer))
+        self.routers = [block.mlp.router for block in self.blocks if block.is_mixture]
         self.final_norm = Norm(config, config.n_embd)
         self.head = Head(config)
         self.tie()
@@ -617,7 +621,7 @@ class GPT(nn.Module):
         h, routings = self.embedded(x, positions), []
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
             h = block(h, block_cache, attention)
-            if self.routers:
+            if block.is_mixture:
                 h, routing = h
                 routings.append(routing)
         return self.finished(h[:, -1:] if cache else h), routings

@@ -791,7 +791,7 @@ def balance_experts(model, skip=False, group=None):
         counts = counts & (skip == 0)
     load = torch.where(counts, load, before)
     torch._foreach_copy_([router.load for router in routers], load.unbind())
-    if routers[0].bias is not None:
+    if routers[0].bias_rate:
         bias = torch.stack([router.bias for router in routers])
         bias += routers[0].bias_rate * (uniform - load).sign() * counts
         bias -= bias.mean(1, keepdim=True)  # only differences matter

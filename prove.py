@@ -128,6 +128,7 @@ def keys_of_runs(train_keys, explicit, config, learns_from):
         if keys.get('init_from', 'scratch') == 'scratch':
             keys |= SMALL | ({'n_kv_head': 4} if keys.get('arch') in ('llama', 'qwen3') else {})
             keys |= SMALL_EXPERTS if keys.get('n_experts') else {}
+            keys |= {'dense_layers': 1} if keys.get('dense_layers') else {}
             keys |= {'shared_expert_dim': 40} if keys.get('shared_expert_dim') else {}
             keys |= {'window_size': 9} if keys.get('window_pattern') else {}
         else:

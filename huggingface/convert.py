@@ -71,6 +71,8 @@ EXPERT_KEYS = {'n_experts': 'num_experts', 'experts_per_token': 'num_experts_per
 EXPERT_KEYS |= {'expert_hidden_dim': 'moe_intermediate_size', 'router_normalize': 'norm_topk_prob'}
 QWEN2_MOE_KEYS = EXPERT_KEYS | {'shared_expert_dim': 'shared_expert_intermediate_size', 'qkv_bias': 'qkv_bias'}
 DOTS1_KEYS = EXPERT_KEYS | {'n_experts': 'n_routed_experts', 'router_scale': 'routed_scaling_factor'}
+DOTS1_KEYS |= {'dense_layers': 'first_k_dense_replace'}
+KEYS_OF_MIXTURES = {'qwen3_moe': EXPERT_KEYS, 'qwen2_moe': QWEN2_MOE_KEYS, 'dots1': DOTS1_KEYS}
 
 
 def is_in_transformers(model_config):
@@ -123,6 +125,7 @@ def names_in_transformers(name, model_config):
     if model_config.router_scores == 'sigmoid':
         modules = DOTS1_MODULES
     module, kind = name.rsplit('.', 1)  # kind: weight or bias
+    kind = 'e_score_correction_bias' if name.endswith('router.bias') else kind
     if module.startswith('blocks.'):
         _, number, inner = module.split('.', 2)
         their_name = f'{modules["blocks"]}.{number}.{modules[inner]}.{kind}'
@@ -145,8 +148,6 @@ def to_transformers(state_dict, model_config):
     for name, tensor in state_dict.items():
         if is_load(name):
             continue
-        if name.endswith('router.bias'):
-            continue
         if '.experts.' in name:
             theirs |= experts_to_transformers(name, state_dict, model_config)
             continue
@@ -155,10 +156,6 @@ def to_transformers(state_dict, model_config):
         pieces = tensor.split(qkv_rows) if len(their_names) == 3 else [tensor]
         for their_name, piece in zip(their_names, pieces, strict=True):
             theirs[their_name] = (piece.T if is_transposed(name, piece, model_config) else piece).contiguous()
-    if model_config.n_experts and class_of_experts(model_config) == 'dots1':
-        for number in range(model_config.n_layer):
-            bias = state_dict.get(f'blocks.{number}.mlp.router.bias', torch.zeros(model_config.n_experts))
-            theirs[f'model.layers.{number}.mlp.gate.e_score_correction_bias'] = bias
     return theirs
 
 
@@ -241,12 +238,12 @@ def config_to_transformers(model_config):
         keys |= rotation.with_yarn(keys['rope_parameters'], *model_config.yarn)
     if model_config.n_experts:
         kind = class_of_experts(model_config)
-        names = {'qwen2_moe': QWEN2_MOE_KEYS, 'dots1': DOTS1_KEYS}.get(kind, EXPERT_KEYS)
-        keys |= {theirs: getattr(model_config, ours) for ours, theirs in names.items()}
+        keys |= {theirs: getattr(model_config, ours) for ours, theirs in KEYS_OF_MIXTURES[kind].items()}
         if kind == 'dots1':
             shared = model_config.shared_expert_dim // model_config.expert_hidden_dim
             return transformers.Dots1Config(n_shared_experts=shared, sliding_window=None, **keys)
         keys['router_aux_loss_coef'] = model_config.router_aux  # of their loss, which computes the load itself
+        keys['mlp_only_layers'] = [*range(model_config.dense_layers)]
         return (transformers.Qwen2MoeConfig if kind == 'qwen2_moe' else transformers.Qwen3MoeConfig)(**keys)
     if arch == 'llama':
         return transformers.LlamaConfig(mlp_bias=model_config.bias, **keys)

@@ -6,8 +6,8 @@ The model of a Hugging Face folder, computed by model.py instead of `transformer
     line = self_test(pretrained, model_config)      # checks that logits equal those of transformers' class
     weights = weights_for_transformers(weights, state)   # a checkpoint's, under transformers' names
 
-model.py computes the same as transformers for GPT-2, Llama, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE and models of their
-architecture (SmolLM2, Mistral, ...). Everything that works on models of model.py then works on these: tensor
+model.py computes the same as transformers for GPT-2, Llama, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, dots.llm1 and models of
+their architecture (SmolLM2, Mistral, ...). Everything that works on models of model.py then works on these: tensor
 parallelism, pipelines, the compiled loss. out_dir/model keeps their configuration and tokenizer, as for every
 fine-tuned model, and checkpoints have model.py's names.
 """
@@ -20,12 +20,12 @@ import torch
 
 from huggingface import convert, files, finetune, rotation
 from huggingface.self_test import reference_logits
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, is_load
 from system.files import read_json
 
 # transformers' architectures -> the architecture of model.py that computes the same, under the conditions below.
 SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'granite': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
-SAME_AS |= {'qwen2_moe': 'llama', 'qwen3_moe': 'qwen3'}
+SAME_AS |= {'qwen2_moe': 'llama', 'qwen3_moe': 'qwen3', 'dots1': 'qwen3'}
 # What other architectures have and model.py lacks.
 HAVE = {
     'cohere': 'logits that are scaled, and attention and MLP side by side',
@@ -54,7 +54,7 @@ LLAMA_TAKES = {'hidden_act': ('silu',), 'rope_type': ('default', 'llama3', 'yarn
 LLAMA_TAKES |= dict.fromkeys(('embedding_multiplier', 'residual_multiplier', 'logits_scaling'), (1,))  # Granite's
 YARN_TAKES = {'attention_factor': (None,), 'beta_fast': (None, 32), 'beta_slow': (None, 1), 'truncate': (None, True)}
 YARN_TAKES |= {'mscale': (None,), 'mscale_all_dim': (None,)}
-EXPERTS_TAKE = {'decoder_sparse_step': (1,), 'mlp_only_layers': ([], None)}
+EXPERTS_TAKE = {'decoder_sparse_step': (1,), 'n_group': (1, None)}
 LLAMA3_ROPE = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 
@@ -111,11 +111,14 @@ def model_config_of(pretrained):
     take(found, {'mlp_bias': (keys['bias'],), 'partial_rotary_factor': (1.0,)})
     if arch == 'qwen3':
         take(found, {'attention_bias': (False,)})
-    if pretrained.arch in ('qwen2_moe', 'qwen3_moe'):
-        take(found, EXPERTS_TAKE)
-        names = convert.QWEN2_MOE_KEYS if pretrained.arch == 'qwen2_moe' else convert.EXPERT_KEYS
+    if names := convert.KEYS_OF_MIXTURES.get(pretrained.arch):
+        dense = getattr(config, 'mlp_only_layers', None) or []
+        take(found | {'mlp_only_layers': dense}, EXPERTS_TAKE | {'mlp_only_layers': ([*range(len(dense))],)})
+        keys |= {'dense_layers': len(dense), 'shared_expert_gate': pretrained.arch == 'qwen2_moe'}
         keys |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
-        keys['shared_expert_gate'] = pretrained.arch == 'qwen2_moe'
+        if pretrained.arch == 'dots1':
+            keys['router_scores'] = 'sigmoid'
+            keys['shared_expert_dim'] = config.n_shared_experts * config.moe_intermediate_size
     window = getattr(config, 'sliding_window', None) or math.inf  # Qwen3's is None if it is not used
     if window < pretrained.block_size:
         kinds = getattr(config, 'layer_types', None) or ['sliding_attention'] * config.num_hidden_layers
@@ -147,7 +150,8 @@ class Weights:
         """Note where each expert's matrices are in the files; in memory, transformers has those of all experts in one
         tensor. Returns the names that the files lack."""
         C, M, lacking = self.model_config.n_embd, self.model_config.expert_hidden_dim, []
-        for number, kind in itertools.product(range(self.model_config.n_layer), ('gate', 'up', 'down')):
+        mixtures = range(self.model_config.dense_layers, self.model_config.n_layer)
+        for number, kind in itertools.product(mixtures, ('gate', 'up', 'down')):
             ours = f'blocks.{number}.mlp.experts.{kind}.weight'
             for name in convert.names_in_transformers(ours, self.model_config):
                 self.shapes[name] = (C, M) if kind == 'down' else (M, C)
@@ -190,8 +194,9 @@ def self_test(pretrained, model_config):
         model = GPT(model_config).eval()
 
     def fill(module, prefix):
-        values = {name: weights.initial_value(f'{prefix}.{name}') for name, _ in module.named_parameters()}
-        module.load_state_dict(values, assign=True, strict=False)  # a router's load is not needed here
+        names = [name for name in module.state_dict() if not is_load(name)]  # a router's load is not needed here
+        values = {name: weights.initial_value(f'{prefix}.{name}') for name in names}
+        module.load_state_dict(values, assign=True, strict=False)
 
     def empty(module, args, output):
         module.to('meta')

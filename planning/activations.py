@@ -72,8 +72,8 @@ NOT_KNOWN = MicroStep()
 
 def few_blocks(config):
     """How many blocks tell what any number of them needs. Of activation_checkpointing=offload the inputs of two blocks
-    stay on the GPU."""
-    return 3 if config['activation_checkpointing'] == 'offload' else 2
+    stay on the GPU. The dense ones that a mixture begins with are all there."""
+    return (3 if config['activation_checkpointing'] == 'offload' else 2) + config.get('dense_layers', 0)
 
 
 def micro_step(config, strategy):

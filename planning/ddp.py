@@ -41,7 +41,7 @@ def peak_of_one_rank(plan, step, gradients):
     tables -= {module.weight for module in modules if isinstance(module, nn.Linear)}  # not those of a tied head
     by_the_loss = [parameter for parameter in plan.weights.root if parameter not in tables]
     last = step.kept + step.backward + gradient_bytes(by_the_loss)
-    first = last + (plan.blocks - 1) * (gradient_bytes(plan.weights.block) - step.block)
+    first = last + sum(gradient_bytes(block) - step.block for block in plan.weights.blocks[1:])
     return max(step.kept + step.loss, last, first, gradients + step.end)
 
 

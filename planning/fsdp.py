@@ -72,17 +72,19 @@ def bytes_of_whole_blocks(plan, in_loss=False):
     separate units, of one block each under fully_shard; they need no buffer if no other rank holds the same ones.
     in_loss: while the loss computes, when fully_shard has freed all of them, and fsdp_manual none.
     """
-    keys, n_layer, nbytes = plan.keys, plan.blocks, 0
+    keys, nbytes = plan.keys, 0
     is_manual, frees = keys['fsdp_impl'] == 'manual', keys['zero_stage'] == 3
-    for are_experts, parameters in plan.weights.by_unit(plan.weights.block):
+    for are_experts, units in plan.weights.by_unit():
         unit = 1 if are_experts and not is_manual else keys['blocks_per_unit']
         buffers = unit * (max(1, keys['prefetch']) if is_manual else 2)
-        if are_experts and plan.weights.pieces(parameters[0]) == 1:
+        if are_experts and plan.weights.pieces(units[-1][0]) == 1:
             buffers = 0
-        blocks = buffers + (unit if frees else n_layer)
+        sizes = [whole_bytes(parameters, plan.compute_bytes) for parameters in units if parameters]
+        blocks = buffers + (unit if frees else len(sizes))
         if in_loss and not is_manual:
             blocks -= buffers + (unit if frees else 0)
-        nbytes += min(blocks, n_layer + 1) * whole_bytes(parameters, plan.compute_bytes)
+        blocks = min(blocks, len(sizes) + 1)
+        nbytes += blocks * max(sizes) if frees else sum(sizes) + (blocks - len(sizes)) * max(sizes)
     return nbytes
 
 
@@ -121,22 +123,20 @@ def sends(plan):
     it sends twice the bytes. fsdp_manual.py avoids it, and sends what it need not add up first in the compute dtype,
     see send_gradients() there.
     """
-    keys, layout, weights, n_layer = plan.keys, plan.layout, plan.weights, plan.blocks
+    keys, layout, weights = plan.keys, plan.layout, plan.weights
     micro_steps, copies = layout.micro_steps, layout.replicate
-    is_manual, stage, unit = keys['fsdp_impl'] == 'manual', keys['zero_stage'], keys['blocks_per_unit']
-    blocks_gathered = micro_steps * n_layer * (2 if stage == 3 else 1)
-    if is_manual and stage == 1:
-        blocks_gathered = n_layer
-    elif is_manual and stage == 3:  # the last unit is kept for backward, the first one for the next micro-step
-        last = n_layer % unit or unit
-        blocks_gathered -= micro_steps * last + (micro_steps - 1) * min(unit, n_layer)
-    block, root, _ = bytes_to_others(weights, plan.compute_bytes)
+    is_manual, stage = keys['fsdp_impl'] == 'manual', keys['zero_stage']
+    of_blocks, gathered, _ = bytes_to_others(weights, plan.compute_bytes, keys['blocks_per_unit'])
+    for units in of_blocks:
+        gathered += sum(units) * (1 if is_manual and stage == 1 else micro_steps * (2 if stage == 3 else 1))
+        if is_manual and stage == 3:  # the last unit is kept for backward, the first one for the next micro-step
+            gathered -= micro_steps * sum(units[-1:]) + (micro_steps - 1) * sum(units[:1])
 
     reductions = micro_steps if keys['accumulate'] == 'sharded' else 1
     in_half = is_manual and not plan.on_cuda and reductions == micro_steps
     reduced = reductions * bytes_to_others(weights, plan.compute_bytes if in_half else FP32)[2]
     sent = {
-        'all-gather': blocks_gathered * block + root,
+        'all-gather': gathered,
         'reduce-scatter': reduced if plan.on_cuda or is_manual else 2 * reduced,
         'all-reduce': 2 * (copies - 1) * FP32 * weights.count(weights.trained) * reductions / copies,
         'all-to-all': 0,
@@ -149,12 +149,15 @@ def sends(plan):
 
 
 @lru_cache(maxsize=1024)
-def bytes_to_others(weights, bytes_per_number):
-    """(gathering a block, gathering the root, reducing all gradients): bytes that each rank sends. Cached, since
-    compare.py --plan asks for the same ones thousands of times."""
+def bytes_to_others(weights, bytes_per_number, size=1):
+    """([gathering each unit of `size` blocks, of those that send] for each kind of by_unit(), gathering the root,
+    reducing all gradients): bytes that each rank sends. Cached, since compare.py --plan asks for the same ones
+    thousands of times."""
 
     def of(parameters):
         widths = ((p, bytes_per_number if p.is_floating_point() else p.itemsize) for p in parameters)
         return sum((weights.pieces(p) - 1) * width * weights.count([p]) for p, width in widths)
 
-    return of(weights.block), of(weights.root), of(weights.trained)
+    starts = range(0, len(weights.blocks), size)
+    units = [[sum(map(of, blocks[n : n + size])) for n in starts] for _, blocks in weights.by_unit()]
+    return [[*filter(None, sent)] for sent in units], of(weights.root), of(weights.trained)

@@ -42,6 +42,7 @@ def dry_run(config, shape, world_size, strategy='ddp', filled=1.0, card=None):
     if shape.get('n_experts'):
         names[5:6] = ['n_experts', 'experts_per_token', 'expert_hidden_dim']
         names[8:8] = ['shared_expert_dim'] * bool(shape.get('shared_expert_dim'))
+        names[1:1] = ['dense_layers', 'mlp_hidden_dim'] * bool(shape['dense_layers'])
     model_name = f'{config["arch"]} of {config["init_from"]}' if is_fine_tuned else config['arch']
     lines = section(f'model: {model_name}', {name: f'{config[name]:,}' for name in names})
     if config.get('heads'):

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from layout import WHOLE, Ranks, Share
+from layout import WHOLE, Ranks, Share, numbers
 from model import GPT, ModelConfig
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
@@ -77,12 +77,12 @@ class Weights:
         self.all = [*self.named.values()]
         self.trained = [parameter for parameter in self.all if parameter.requires_grad]
         blocks = model.blocks.values() if isinstance(model.blocks, nn.ModuleDict) else model.blocks  # of a Stage or not
-        blocks = [[*block.parameters()] for block in blocks]
-        in_blocks = {parameter for block in blocks for parameter in block}
-        self.block = blocks[0]  # of one block; all are alike
+        self.blocks = [[*block.parameters()] for block in blocks]  # alike, but for dense ones that begin a mixture
+        in_blocks = {parameter for block in self.blocks for parameter in block}
         self.root = [parameter for parameter in self.all if parameter not in in_blocks]  # a tied head is there once
         self.experts = {self.named[name] for name in names_of_experts}  # those that ranks divide
         self.shard, self.expert = shard, expert
+        self.block = [p for _, units in self.by_unit() for p in max(units, key=numbers)]  # of the largest units
 
     def pieces(self, parameter):
         """Into how many pieces the ranks of a copy cut a parameter. Ranks that divide experts hold different ones, so
@@ -101,13 +101,11 @@ class Weights:
         """Bytes of this rank's pieces as they are stored; frozen parameters are in frozen_dtype."""
         return sum(parameter.itemsize * self.count([parameter]) for parameter in self.all)
 
-    def by_unit(self, parameters):
-        """[(False, those that FSDP shards over all ranks of a copy), (True, experts that ranks divide)], without an
-        empty list. The experts are units of their own, sharded over fewer ranks."""
-        kinds = {False: [], True: []}
-        for parameter in parameters:
-            kinds[parameter in self.experts].append(parameter)
-        return [(are_experts, found) for are_experts, found in kinds.items() if found]
+    def by_unit(self):
+        """[(False, of each block those that FSDP shards over all ranks of a copy)], and if ranks divide experts (True,
+        of each block its experts), which are units of their own, sharded over fewer ranks."""
+        kinds = (False, True)[: 2 if self.experts else 1]
+        return [(kind, [[p for p in block if (p in self.experts) == kind] for block in self.blocks]) for kind in kinds]
 
 
 @lru_cache(maxsize=256)

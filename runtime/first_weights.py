@@ -289,7 +289,8 @@ def initialize(model, run, device=None):
         return
     parameters = {(name, parameter): parameter.nbytes for name, parameter in model.named_parameters()}
     if run.pretrained:
-        parameters = processes.progress(f'loading {run.config.init_from}', parameters)
+        biases = {(name, bias): bias.nbytes for name, bias in model.named_buffers() if name.endswith('router.bias')}
+        parameters = processes.progress(f'loading {run.config.init_from}', parameters | biases)
     for name, parameter in parameters:
         value = run.share.initial_value(model, name, parameter, run.config.seed, run.device)
         if isinstance(parameter, DTensor):

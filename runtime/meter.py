@@ -471,7 +471,7 @@ def router_metrics(model):
     router/fullest_rank    where ranks divide the experts: tokens of the fullest rank over the mean, less 1. First the
                            micro-steps, and the groups of such ranks, are added up; in a single one it may be more
     Each is the mean over the layers, and router/worst_... is the value of the worst layer. Lists show which one it is:
-    router/violation_of_layers, router/dead_of_layers    for each layer, from the first to the last
+    router/violation_of_layers, router/dead_of_layers    for each layer with experts, from the first to the last
     router/load_of_worst_layer    in the layer with the largest violation: tokens of each expert over the mean
     """
     if not model.routers or model.routers[0].seen_by_all is None:
@@ -483,7 +483,7 @@ def router_metrics(model):
     tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
     of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
     of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
-    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices if isinstance(model, GPT) else experts
+    on_a_rank = model.blocks[-1].mlp.experts.gate.n_matrices if isinstance(model, GPT) else experts
     if on_a_rank < experts:  # each rank holds equally many consecutive ones
         of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
     row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}

@@ -24,6 +24,8 @@ MODELS = {
     'gpt2': ('GPT2Config', GPT2),
 }
 EXPERTS = {'num_experts': 4, 'num_local_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 16}
+DOTS1 = {'n_routed_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 16, 'n_shared_experts': 2}
+DOTS1 |= {'first_k_dense_replace': 1, 'norm_topk_prob': True, 'routed_scaling_factor': 2.5, 'head_dim': 16}
 SOFT_CAPS = {'head_dim': 8, 'final_logit_softcapping': 2.0, 'attn_logit_softcapping': 2.0, 'sliding_window': 8}
 MORE_MODELS = {  # only on 2 ranks: classes that get this project's attention, and some that keep their own
     'gemma': ('GemmaConfig', SIZES | {'head_dim': 8}),
@@ -32,6 +34,7 @@ MORE_MODELS = {  # only on 2 ranks: classes that get this project's attention, a
     'olmo2': ('Olmo2Config', SIZES),
     'phi3': ('Phi3Config', SIZES | {'sliding_window': 8, 'pad_token_id': 0}),
     'qwen3_moe': ('Qwen3MoeConfig', SIZES | EXPERTS | {'head_dim': 16}),
+    'dots1': ('Dots1Config', SIZES | DOTS1),
     'qwen2_moe': ('Qwen2MoeConfig', SIZES | EXPERTS | {'shared_expert_intermediate_size': 24}),
     'smollm3': ('SmolLM3Config', SIZES | {'pad_token_id': 0}),
     'starcoder2': ('Starcoder2Config', SIZES | {'sliding_window': 8}),

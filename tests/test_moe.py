@@ -64,6 +64,7 @@ SHAPES = [
     {'n_experts': 3, 'experts_per_token': 3, 'expert_hidden_dim': 17, 'tie_embeddings': True},
     {'n_experts': 64, 'experts_per_token': 8, 'expert_hidden_dim': 8, 'n_layer': 3, 'n_embd': 80},
     {'router_normalize': False},
+    {'dense_layers': 2, 'n_layer': 3, 'mlp_hidden_dim': 57},
 ]
 SHARED = {'shared_expert_dim': 48, 'expert_hidden_dim': 24}
 QWEN2 = SHARED | {'arch': 'llama', 'shared_expert_gate': True, 'qkv_bias': True, 'n_kv_head': 2}
@@ -72,6 +73,9 @@ OTHERS = {
     'Qwen2MoeForCausalLM': [QWEN2, QWEN2 | {'router_normalize': False, 'shared_expert_dim': 17, 'qkv_bias': False}],
     'Dots1ForCausalLM': [DEEPSEEK, DEEPSEEK | {'router_normalize': False, 'router_bias': 0.0, 'head_dim': 16}],
 }
+DENSE = {'dense_layers': 1, 'n_layer': 3, 'mlp_hidden_dim': 57}
+OTHERS['Qwen2MoeForCausalLM'].append(QWEN2 | DENSE)
+OTHERS['Dots1ForCausalLM'] += [DEEPSEEK | DENSE, DEEPSEEK | DENSE | {'dense_layers': 2, 'experts_per_token': 3}]
 OF_CLASS = [('Qwen3MoeForCausalLM', shape) for shape in SHAPES]
 OF_CLASS += [(name, shape) for name, shapes in OTHERS.items() for shape in shapes]
 
@@ -86,7 +90,9 @@ def pooled_balance(chosen, logits, n_experts):
 def test_logits_gradients_and_balancing_loss_equal_transformers(name, shape):
     transformers = pytest.importorskip('transformers')
     ours, x = make_model(**shape).eval(), make_tokens(3)
-    for router in ours.routers if ours.config.router_bias else ():  # a bias that changes choices, and comes near no tie
+    for router in (
+        ours.routers if ours.routers[0].bias is not None else ()
+    ):  # a bias that changes choices, and comes near no tie
         router.bias.copy_(0.02 * torch.arange(router.n_experts).roll(3))
     theirs = transformers.AutoModelForCausalLM.from_config(convert.config_to_transformers(ours.config)).eval()
     assert type(theirs).__name__ == name
@@ -94,7 +100,7 @@ def test_logits_gradients_and_balancing_loss_equal_transformers(name, shape):
     theirs.load_state_dict(convert.to_transformers(ours.state_dict(), ours.config))
     has_loss = name != 'Dots1ForCausalLM'  # whose class has no balancing loss
     expected, said = theirs(input_ids=x, labels=x, **({'output_router_logits': True} if has_loss else {})), []
-    for block in ours.blocks:
+    for block in ours.blocks[ours.config.dense_layers :]:
         block.mlp.register_forward_hook(lambda module, args, output: said.append(output[1]))
     logits = ours(x)
     chosen, router_logits = zip(*said, strict=True)
@@ -403,7 +409,7 @@ def test_a_dry_run_knows_experts(data_dir, tmp_path, place):
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--dtype=float32', '--global_batch_size=12', '--max_iters=8']
-RUN += ['--arch=qwen3', '--n_experts=8', '--router_aux=1', '--router_z=0.01', '--lr_decay_iters=50']
+RUN += ['--arch=qwen3', '--n_experts=8', '--dense_layers=1', '--router_aux=1', '--router_z=0.01', '--lr_decay_iters=50']
 RUN += ['--eval_interval=8', '--checkpoint_interval=4']
 SLOWLY = '--learning_rate=1e-3'  # so that no choice comes near a tie
 BIASED = ['--router_aux=0', '--router_bias=1']
@@ -542,6 +548,8 @@ def test_each_replica_goes_on_with_its_own_load(data_dir, tmp_path):
         ({'arch': 'enoki'}, 'n_experts=8 with arch=enoki: .*--arch=qwen3'),
         ({'experts_per_token': 9}, 'experts_per_token=9: expected 1 to 8'),
         ({'experts_per_token': 0}, 'experts_per_token=0: expected 1 to 8'),
+        ({'dense_layers': 2}, 'dense_layers=2 with n_layer=2: expected 0 to 1'),
+        ({'dense_layers': -1}, 'dense_layers=-1 with n_layer=2: expected 0 to 1'),
         ({'parametrization': 'mup', 'base_width': 20}, "parametrization='mup'.*--parametrization=standard"),
         ({'bias': True}, 'bias=True'),
     ],

@@ -38,6 +38,10 @@ FOLDERS = {
     'qwen3_moe, weights as scored': ('qwen3_moe', {}),
     'qwen2_moe, biases': ('qwen2_moe', {}),
     'qwen2_moe, normalized': ('qwen2_moe', {'norm_topk_prob': True, 'qkv_bias': False}),
+    'qwen3_moe, dense layers': ('qwen3_moe', {'norm_topk_prob': True, 'mlp_only_layers': [0, 1]}),
+    'dots1, biases': ('dots1', {}),
+    'dots1, weights as scored': ('dots1', {'norm_topk_prob': False, 'first_k_dense_replace': 0}),
+    'dots1, windows': ('dots1', {'sliding_window': 8, 'max_window_layers': 2, 'intermediate_size': 57}),
     'gpt2': ('gpt2', {}),
     'gpt2, narrow mlp': ('gpt2', {'n_inner': 56, 'activation_function': 'gelu_pytorch_tanh'}),
 }
@@ -50,9 +54,9 @@ def save(folder, name):
         save_model(folder, kind, **changes)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         generator = torch.Generator().manual_seed(5)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1:
+                tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
         model.save_pretrained(folder)
         return str(folder)
     return save_model(folder, kind, **changes)
@@ -83,8 +87,9 @@ def native_model(folder, block_size=None):
     weights = native.Weights(pretrained, model_config)
     model = GPT(model_config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights.initial_value(name))
+        biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith('router.bias')]
+        for name, tensor in [*model.named_parameters(), *biases]:
+            tensor.copy_(weights.initial_value(name))
     return pretrained, model.eval()
 
 
@@ -139,7 +144,8 @@ CANNOT = {
     'logits': ('granite', {}, 'logits_scaling=4.0, model.py computes with 1'),
     'logits of cohere': ('cohere', {}, 'has logits that are scaled'),
     'state space': ('mamba', {}, 'has a state space in place of attention'),
-    'dense layers': ('qwen3_moe', {'norm_topk_prob': True, 'mlp_only_layers': [0]}, 'mlp_only_layers=[0]'),
+    'dense layers': ('qwen3_moe', {'norm_topk_prob': True, 'mlp_only_layers': [1]}, 'mlp_only_layers=[1]'),
+    'groups': ('dots1', {'n_group': 2}, 'n_group=2, model.py computes with 1'),
     'gelu': ('llama', {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     'one bias': ('llama', {'attention_bias': True}, 'mlp_bias=False'),
     'bias': ('qwen3', {'attention_bias': True}, 'attention_bias=True'),
@@ -212,9 +218,10 @@ LAYOUTS = {
     'pipeline': (2, 'train_pipeline.py', []),  # of three blocks: two and one
     'diloco': (2, 'train_diloco.py', ['--num_replicas=1', *ALONE]),
 }
-KINDS = ('llama_tied', 'gpt2', 'qwen3_moe', 'qwen2_moe')
+KINDS = ('llama_tied', 'gpt2', 'qwen3_moe', 'qwen2_moe', 'dots1')
 CHANGES = {'qwen3_moe': {'norm_topk_prob': True}}
 KEYS = dict.fromkeys(('qwen2_moe', 'qwen3_moe'), ['--router_aux=1', '--router_z=0.01'])  # or their classes have no loss
+KEYS['dots1'] = ['--router_aux=0']  # its class has none
 CASES = [
     (kind, layout) for kind in KINDS for layout in LAYOUTS if kind not in KEYS or layout not in ('tensor', 'pipeline')
 ]
@@ -227,7 +234,8 @@ def runs(tmp_path_factory, has_slow_tests):
     write_chats(root / 'chats.jsonl')
     kinds = KINDS if has_slow_tests else KINDS[:1]
     for kind in kinds:
-        model = save_model(root / kind / 'model', kind, **CHANGES.get(kind, {}))
+        folder = root / kind / 'model'
+        model = save(folder, 'dots1, biases') if kind == 'dots1' else save_model(folder, kind, **CHANGES.get(kind, {}))
         keys = [f'--dataset={root / "chats.jsonl"}', '--name=chats', f'--tokenizer={model}', '--val_fraction=0.2']
         fork_script('prepare_data.py', *keys, f'--data_dir={root / kind / "data"}', '--num_proc=1')
     for ranks in (1, 2, 3):

@@ -24,6 +24,7 @@ RUN += ['--device=cpu', '--dataset=synthetic', '--batch_size=2', '--log_interval
 RUN += ['--warmup_iters=1', '--eval_sequences=0', '--keep_checkpoints=0']
 MANUAL, FULL = '--fsdp_impl=manual', '--activation_checkpointing=full'
 SHARDED, BF16 = '--accumulate=sharded', '--dtype=bfloat16'
+DENSE = '--dense_layers=1'
 SELECTIVE = '--activation_checkpointing=selective'
 CASES = {  # name: (ranks, micro-steps, keys)
     'torch': (2, 2, []),
@@ -40,6 +41,10 @@ CASES = {  # name: (ranks, micro-steps, keys)
     'HSDP, manual': (4, 2, [MANUAL, '--replicate_size=2']),
     'Muon': (4, 2, ['--optimizer=muon']),
     'context': (4, 2, ['--context_parallel=2']),
+    'dense layers': (2, 2, [FULL, DENSE]),
+    'dense layers, manual': (4, 2, [MANUAL, DENSE, SHARDED]),
+    'dense layers, units of 2': (2, 3, [MANUAL, DENSE, '--blocks_per_unit=2', '--prefetch=2']),
+    'dense layers, manual 1': (2, 2, [MANUAL, DENSE, '--zero_stage=1']),
     'DiLoCo': (4, 2, ['--num_replicas=2', '--inner_steps=2']),
     'DiLoCo, manual': (4, 2, [MANUAL, '--num_replicas=2', '--inner_steps=2']),
 }

@@ -38,6 +38,8 @@ ARCHITECTURES = {
     'llama with biases, tied': {'arch': 'llama', 'bias': True, 'tie_embeddings': True, 'mlp_hidden_dim': 200},
     'qwen3': {'arch': 'qwen3', 'n_kv_head': 1, 'head_dim': 48},
     'qwen3 gated': {'arch': 'qwen3', 'attention_gate': True},
+    'mixture': {'arch': 'qwen3', 'n_experts': 8, 'expert_hidden_dim': 64},
+    'mixture after dense layers': {'arch': 'qwen3', 'n_experts': 8, 'expert_hidden_dim': 64, 'dense_layers': 2},
     'llama with windows': {'arch': 'llama', 'window_pattern': 'SL', 'window_size': 16, 'logit_softcap': 30.0},
 }
 
@@ -158,6 +160,8 @@ def measure_step(model, config):
         ('qwen3', 'bfloat16', 'selective', 1000),
         ('qwen3 gated', 'float32', 'none', 1000),
         ('llama with windows', 'float32', 'none', 1000),
+        ('mixture after dense layers', 'float32', 'none', 1000),
+        ('mixture after dense layers', 'float32', 'full', 1000),
         ('gpt2', 'bfloat16 float8', 'none', 1000),
         pytest.param('qwen3', 'bfloat16 float8', 'selective', 1000, marks=pytest.mark.slow),
     ],
@@ -174,9 +178,10 @@ def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab
         assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
 
 
+@pytest.mark.parametrize('name', ['llama with grouped queries', 'mixture', 'mixture after dense layers'])
 @pytest.mark.parametrize('batch_size', [1, 8])  # the peak is at the end of backward, and at its beginning
-def test_gradients_of_one_rank_are_made_while_activations_are_freed(batch_size):
-    shape = shape_of('llama with grouped queries', block_size=64)
+def test_gradients_of_one_rank_are_made_while_activations_are_freed(batch_size, name):
+    shape = shape_of(name, block_size=64)
     config = config_of(shape, batch_size=batch_size, global_batch_size=batch_size)
     predicted = predicted_memory(config, shape.to_dict(), world_size=1)
     model, tokens = GPT(shape), torch.zeros(batch_size, shape.block_size, dtype=torch.int64)
@@ -278,6 +283,8 @@ def measure_sharded(shape, config):
         ('llama with grouped queries', {'dtype': 'bfloat16', 'accumulate': 'unsharded', 'zero_stage': 2}),
         ('enoki', {'dtype': 'bfloat16', 'accumulate': 'sharded', 'activation_checkpointing': 'full'}),
         ('qwen3', {'dtype': 'float32', 'accumulate': 'sharded', 'replicate_size': 2}),
+        ('mixture after dense layers', {'dtype': 'float32', 'accumulate': 'unsharded'}),
+        ('mixture after dense layers', {'dtype': 'float32', 'accumulate': 'unsharded', 'zero_stage': 2}),
     ],
 )
 def test_predicted_memory_under_sharding_is_exact_for_states_and_covers_the_peak(four_ranks, name, changes):
