@@ -107,6 +107,12 @@ READ_IF = {
             lambda run: not run.prompts,
         ),
     },
+    'train_grpo.py': {
+        'epsilon epsilon_high': (
+            'with --num_iterations above 1 or --sampled_logps=old',
+            lambda run: run.num_iterations > 1 or run.sampled_logps == 'old',
+        ),
+    },
     'sample.py': {
         'num_samples': (
             'with a --temperature above 0: at 0 all samples are the same',

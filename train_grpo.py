@@ -41,7 +41,8 @@ class Config(Keys, TaskKeys, ShardingKeys):
     scale_rewards: Literal['none', 'group'] = 'none'  # group: advantages in standard deviations of the prompt's rewards
     loss_type: Literal['dapo', 'dr_grpo', 'grpo'] = 'dapo'  # what a token of a long answer weighs; docs/grpo.md
     num_iterations = 1  # updates from the same answers: more = cheaper, and further from what has written them [>= 1]
-    # grpo [result, if num_iterations > 1]
+    sampled_logps: Literal['log', 'old', 'tis'] = 'log'  # compare only; as old_logps in the ratio; as weights (TIS)
+    # grpo [result]
     epsilon = 0.2  # num_iterations: a token's probability may fall by this share, then it is left alone [> 0, < 1]
     epsilon_high = 0.28  # num_iterations: it may rise by this share [> 0]
     # strategy
@@ -80,6 +81,10 @@ step, state = run.resume(raw_model, opt, scaler)
 
 
 # --- THE LOSS ---------------------------------------------------------------------------------------------------------
+TIS_CAP = 2.0  # truncated importance sampling: how much more a token may count (fengyao.notion.site/off-policy-rl)
+MISMATCH = 'sampling/sampling_logp_difference'  # TRL's name
+
+
 def advantages_of(rewards):
     """By how much each answer is better than the mean of those to the same prompt: (P, G) -> (P, G). This is the whole
     estimate of its value: where PPO trains a second model for it, GRPO writes several answers."""
@@ -102,17 +107,19 @@ def weight_of(n, n_tokens, longest):
     return 1 / (answers * (n if config.loss_type == 'grpo' else longest))
 
 
-def losses_of_tokens(logps, old, advantages):
-    """The loss of each token, and whether it was clipped: (n) both. logps, old: its log-probability now, and under the
-    weights that wrote it.
+def losses_of_tokens(logps, first, sampled, advantages):
+    """The loss of each token, and whether it was clipped: (n) both. logps: its log-probability now; first: in the first
+    iteration, under the weights that wrote it; sampled: as it was drawn, which is `first` but for rounding.
 
     The gradient of the ratio is that of logps while both are equal, as in the first update: then this is the policy
     gradient, REINFORCE with a baseline. In later ones the ratio says how far the model has moved, and beyond epsilon a
     token that would move on is left alone (PPO, arXiv 1707.06347; with two epsilons as in DAPO).
     """
-    ratio = (logps - old).exp()
+    ratio = (logps - (sampled if config.sampled_logps == 'old' else first)).exp()
     kept = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
     losses = -torch.min(ratio * advantages, kept * advantages)
+    if config.sampled_logps == 'tis':  # so that the expected gradient is that of the distribution that is trained
+        losses = losses * (first - sampled).exp().clamp(max=TIS_CAP)
     return losses, kept * advantages < ratio * advantages
 
 
@@ -156,29 +163,37 @@ while step < config.max_iters and not watch.must_stop:
     dist.all_reduce(n_tokens)
     n_tokens = n_tokens.item()
     documents = [
-        (prompts[answer.prompt].tokens, answer.ids, advantage, weight_of(len(answer.ids), n_tokens, longest))
+        (
+            prompts[answer.prompt].tokens,
+            answer.ids,
+            answer.logps,
+            advantage,
+            weight_of(len(answer.ids), n_tokens, longest),
+        )
         for answer, advantage in to_learn
         if advantage  # without it there is no gradient; but in n_tokens such answers count
     ]
     batches = micro_batches(documents, run)  # packed into rows; equally many batches on each rank
 
-    old = [None] * len(batches)  # log-probabilities under the weights that wrote the answers, from the first iteration
+    first = [None] * len(batches)  # log-probabilities of the first iteration: under the weights that wrote the answers
     for iteration in range(config.num_iterations):
         step_loss = torch.zeros((), device=device)
-        for micro_step, (x, y, starts, advantage, weight) in enumerate(batches):
+        for micro_step, (x, y, starts, sampled, advantage, weight) in enumerate(batches):
             # Gradients add up locally until the last micro-step's backward averages them; see strategy.py.
             strategy.sync_gradients(model, run, last_micro_step=micro_step == len(batches) - 1)
             watch.mark('forward')
             logps = token_logps(model, x, y, starts, config.temperature)
             if iteration == 0:
-                old[micro_step] = logps.detach()
-            losses, clipped = losses_of_tokens(logps, old[micro_step], advantage)
+                first[micro_step] = logps.detach()
+            losses, clipped = losses_of_tokens(logps, first[micro_step], sampled, advantage)
             loss = (losses * weight).sum()
             watch.mark('backward')
             # The weights sum up over all ranks, and gradients are averaged over them: hence world_size.
             scaler.scale(loss * world_size).backward()
             step_loss += loss.detach()
-            record.add({'entropy': -logps, 'clip_ratio/region_mean': clipped})
+            mismatch = (first[micro_step] - sampled).abs()  # rounding: a cache and one token at a time, or all at once
+            facts = {'entropy': -logps, 'clip_ratio/region_mean': clipped, f'{MISMATCH}/mean': mismatch}
+            record.add(facts, largest={f'{MISMATCH}/max': mismatch})
 
         watch.mark('update')
         # gradients: undo the loss scale, clip the global norm

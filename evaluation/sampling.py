@@ -56,6 +56,7 @@ def stream_batch(
     first=None,
     memory=None,
     keep_stop=False,
+    logps=None,
 ):
     """
     Yield (number of a prompt, its next id), one id at a time for each prompt that has not ended, in turn.
@@ -70,8 +71,9 @@ def stream_batch(
 
     temperature: 0 = always the likeliest token; otherwise as for sample_token(). generators: for each prompt a
     torch.Generator on the CPU; None = torch's own. first: for each prompt None, or the ids from which its first new id
-    is drawn. memory: a Memory, for a single prompt that may continue where an earlier one ended. Raises ValueError for
-    an empty prompt, and NotFinite.
+    is drawn. memory: a Memory, for a single prompt that may continue where an earlier one ended. logps: for each prompt
+    a list, which gets the log-probability at this temperature of each id that was drawn. Raises ValueError for an empty
+    prompt, and NotFinite.
     """
     if not all(prompts):
         raise ValueError('an empty prompt: expected at least one token')
@@ -111,7 +113,12 @@ def stream_batch(
                 uniform = None
                 if temperature and generators:
                     uniform = torch.stack([torch.rand((), generator=generators[row]) for row in rows])  # (B)
-                drawn = sample_token(logits, temperature, top_k, top_p, uniform)[:, 0].tolist()
+                ids = sample_token(logits, temperature, top_k, top_p, uniform)  # (B, 1)
+                if logps:
+                    found = torch.log_softmax(logits.float() / temperature, -1).gather(1, ids)[:, 0].tolist()
+                    for row, logp in zip(rows, found, strict=True):
+                        logps[row].append(logp)
+                drawn = ids[:, 0].tolist()
                 going_on = []  # places in the batch of the rows that continue
                 for place, (row, token) in enumerate(zip(rows, drawn, strict=True)):
                     if token in stop_tokens and not keep_stop:

@@ -159,6 +159,7 @@ def open_prompts(run):
 class Answer(NamedTuple):
     prompt: int  # its number
     ids: list  # what was drawn, with the token that ended it
+    logps: list  # the log-probability of each of them, as it was drawn
     text: str  # without what ended it
     reward: float | None  # None in a script without rewards
     is_cut: bool  # it was still going on after max_new_tokens
@@ -198,19 +199,20 @@ def answers_to(asked, model, prompts, config):
     requests, answers = [prompts.prompts[number] for number, _ in asked], [None] * len(asked)
     for places in generating.batches_of(requests, config.generation_batch_size or len(asked)):
         _, stop, longest = requests[places[0]]
+        logps = [[] for _ in places]
         stop_tokens = {*prompts.encoder.stop_tokens, *prompts.encoder.tokens_spelled(stop)}
         found = sampling.generate_batch(
             model, [requests[place].tokens for place in places], longest, stop_tokens, temperature=config.temperature,
             generators=[generator_of(config.seed, asked[place][1]) for place in places],
             stop=functools.partial(generating.ends, stop=stop, encoder=prompts.encoder) if stop else None,
-            keep_stop=True,
+            keep_stop=True, logps=logps,
         )  # fmt: skip
-        for place, ids in zip(places, found, strict=True):
-            answers[place] = answer_of(prompts, asked[place][0], ids, stop, stop_tokens)
+        for place, *drawn in zip(places, found, logps, strict=True):
+            answers[place] = answer_of(prompts, asked[place][0], *drawn, stop, stop_tokens)
     return answers
 
 
-def answer_of(prompts, number, ids, stop, stop_tokens):
+def answer_of(prompts, number, ids, logps, stop, stop_tokens):
     """The Answer to a prompt, of the ids that were drawn: judged up to the first of the texts `stop`."""
     ended = ids[-1] in stop_tokens
     text = prompts.encoder.decode(ids[:-1] if ended else ids)
@@ -221,7 +223,7 @@ def answer_of(prompts, number, ids, stop, stop_tokens):
     reward = None
     if prompts.is_judged:
         reward = own(text, item) if own else float(item.rule.judge(text)[prompts.reward])
-    return Answer(number, ids, text, reward, not ended)
+    return Answer(number, ids, logps, text, reward, not ended)
 
 
 # --- WHAT ONE SEES ----------------------------------------------------------------------------------------------------
@@ -248,18 +250,25 @@ class Record:
             numbers += [rewards.sum(), spread.sum(), (spread == 0).sum()]
         self.of_answers = torch.tensor(numbers, dtype=torch.float64)
         self.facts, self.of_tokens = (), torch.zeros(1, dtype=torch.float64, device=self.run.device)
+        self.largest = {}
 
-    def add(self, facts):
-        """Count the tokens of a micro-batch. facts: {name in a row of their mean: a number of each token}."""
+    def add(self, facts, largest=None):
+        """Count the tokens of a micro-batch. facts: {name in a row of their mean: a number of each token}. largest: the
+        same for numbers from 0 on of which a row has the largest."""
         self.facts, values = [*facts], [*facts.values()]
         sums = [value.detach().double().sum() for value in values]
         self.of_tokens = self.of_tokens + torch.stack([*sums, sums[0].new_tensor(len(values[0]))])
+        for name, values in (largest or {}).items():
+            before = self.largest.get(name, values.new_zeros(1))
+            self.largest[name] = torch.cat([before, values]).amax(0, keepdim=True)
 
     def row(self, step, groups):
         """The numbers of a step for metrics.jsonl; also writes down the first group. Collective."""
         config = self.run.config
         dist.all_reduce(self.of_answers)
         dist.all_reduce(self.of_tokens)
+        for values in self.largest.values():
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
         tokens, cut, *of_rewards = self.of_answers.tolist()
         *of_tokens, learned = self.of_tokens.tolist()
         n_prompts, n_answers = config.prompts_per_step, config.prompts_per_step * config.num_generations
@@ -274,6 +283,7 @@ class Record:
         row |= {'completions/mean_length': tokens / n_answers, 'completions/clipped_ratio': cut / n_answers}
         if learned:
             row |= {name: value / learned for name, value in zip(self.facts, of_tokens, strict=True)}
+            row |= {name: values.item() for name, values in self.largest.items()}
         if row.get('frac_reward_zero_std') == 1:
             self.warn(
                 'equal',
@@ -308,19 +318,21 @@ class Record:
 def as_written(prompt, answer, *values, turning_point):
     """A document as those in which each token is learned from what it was drawn from. They are two if the answer has
     grown beyond the turning point of LongRoPE (rotation.py), since all of a text is computed in another way then."""
+    values = [np.broadcast_to(value, len(answer)) for value in values]
     drawn = turning_point + 1 - len(prompt)  # tokens of the answer, from texts of at most turning_point tokens
     if not 0 < drawn < len(answer):
         return [(prompt, answer, *values)]
-    first, rest = answer[:drawn], answer[drawn:]
-    return [(prompt, first, *values), ([*prompt, *first], rest, *values)]
+    first, rest = ([of[part] for of in (answer, *values)] for part in (slice(drawn), slice(drawn, None)))
+    return [(prompt, *first), ([*prompt, *first[0]], *rest)]
 
 
-def micro_batches(documents, run, n_values=2):
+def micro_batches(documents, run, n_values=3):
     """
     Documents packed into rows, batch_size rows at a time, and equally many batches on every rank: a list of
     (x, y, starts, *values). Collective.
 
-    documents: [(ids of the prompt, ids of the answer, *values)], with n_values numbers such as advantage and weight.
+    documents: [(ids of the prompt, ids of the answer, *values)], with n_values values: a number, such as an advantage,
+    or one for each id of the answer.
     x, y: int64 (batch_size, block_size), y -1 where nothing is learned. starts: int64 (batch_size, M), where each
     document begins; None without packing. values: fp32 of each target y >= 0, in the order of y[y >= 0].
     """
@@ -345,7 +357,7 @@ def micro_batches(documents, run, n_values=2):
                 ids, starts[row, place] = [*prompt, *answer], at
                 end, learned = at + len(ids) - 1, at + len(prompt) - 1
                 x[row, at:end], y[row, learned:end] = ids[:-1], answer
-                per_target[:, row, learned:end] = np.reshape(values, (n_values, 1))
+                per_target[:, row, learned:end] = np.reshape(values, (n_values, len(answer)))
                 at = end
             if at < T and at:  # padding is a document, too
                 starts[row, len(numbers)] = at

@@ -503,6 +503,8 @@ READ = {
             {'prompts': []},
             {'prompts': ['a.jsonl']},
         ),
+        'epsilon=0.1': ({'num_iterations': 2}, {'num_iterations': 1, 'sampled_logps': 'tis'}),
+        'epsilon_high=0.1': ({'sampled_logps': 'old'}, {'num_iterations': 1}),
     },
     'sample.py': {
         'num_samples=3': ({}, {'temperature': 0.0}),

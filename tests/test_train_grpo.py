@@ -57,6 +57,7 @@ RUN += ['--checkpoint_interval=2']
 OF_ANSWERS = 'reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio'.split()
 RIGHT = [*'abcdefghijklmnop']  # right has a letter of these before one of ENDS
 TASK = {'answer': RIGHT, 'rule': 'contains', 'stop': ENDS, 'max_new_tokens': LONGEST}
+LARGEST = 16 * np.spacing(np.float32(5)).item()  # what rounding may change of a log-probability: all are near -5
 OWN_REWARD = """
 def vowels(text, row):
     return sum(letter in row['likes'] for letter in text) - len(text) / 4
@@ -98,13 +99,14 @@ def keys_of(folder, out, *more):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def config_of(loss_type='dapo', scale_rewards='none', epsilon=0.2, epsilon_high=0.28):
+def config_of(loss_type='dapo', scale_rewards='none', epsilon=0.2, epsilon_high=0.28, sampled_logps='log'):
     keys = {'loss_type': loss_type, 'scale_rewards': scale_rewards, 'epsilon': epsilon, 'epsilon_high': epsilon_high}
-    return SimpleNamespace(**keys, prompts_per_step=PROMPTS, num_generations=GROUP)
+    keys |= {'sampled_logps': sampled_logps, 'prompts_per_step': PROMPTS, 'num_generations': GROUP}
+    return SimpleNamespace(**keys)
 
 
 def of_script(name, **keys):
-    return function_of('train_grpo.py', name, config=config_of(**keys))
+    return function_of('train_grpo.py', name, config=config_of(**keys), TIS_CAP=2.0)
 
 
 @pytest.mark.parametrize('scale', ['none', 'group'])
@@ -134,7 +136,7 @@ def test_a_ratio_is_clipped_where_it_would_go_on():
     old = torch.zeros(6, dtype=torch.float64)
     logps = torch.tensor([0.0, 0.3, 0.3, -0.3, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0, 3.0], dtype=torch.float64)
-    losses, clipped = of_script('losses_of_tokens')(logps, old, advantages)
+    losses, clipped = of_script('losses_of_tokens')(logps, old, old - 1, advantages)
     ratios = np.exp(logps.tolist())
     expected = [-2.0, -1.28, ratios[2], -ratios[3], 0.8, -3 * ratios[5]]
     assert losses.tolist() == pytest.approx(expected, rel=1e-12)
@@ -142,6 +144,22 @@ def test_a_ratio_is_clipped_where_it_would_go_on():
     losses.sum().backward()
     slopes = [-2.0, 0.0, ratios[2], -ratios[3], 0.0, -3 * ratios[5]]
     assert logps.grad.tolist() == pytest.approx(slopes, rel=1e-12)
+    again = of_script('losses_of_tokens', sampled_logps='old')(logps, old + 1, old, advantages)
+    assert [value.tolist() for value in again] == [losses.tolist(), clipped.tolist()]
+
+
+def test_a_token_counts_as_often_as_training_would_have_drawn_it():
+    """Over all tokens that the sampler may draw, with its probabilities, the gradient is that of the trained model."""
+    generator = torch.Generator().manual_seed(SEED)
+    logits, sampler, advantages = torch.randn(3, 7, generator=generator, dtype=torch.float64)
+    sampler = logits + 0.1 * sampler  # no token is twice as likely in training
+    logps, sampled = logits.requires_grad_().log_softmax(-1), sampler.log_softmax(-1).detach()
+    losses, _ = of_script('losses_of_tokens', sampled_logps='tis')(logps, logps.detach(), sampled, advantages)
+    (found,) = torch.autograd.grad((losses * sampled.exp()).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(-(logps.exp() * advantages).sum(), logits)
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+    (rare,), _ = of_script('losses_of_tokens', sampled_logps='tis')(*torch.tensor([[0.0], [0.0], [-5.0], [1.0]]))
+    assert rare == -2.0  # e^5 is beyond the cap
 
 
 # --- beside a plain loop ----------------------------------------------------------------------------------------------
@@ -203,9 +221,9 @@ ADAMW = ['--optimizer=adamw', '--learning_rate=1e-4']
 LORA = ['--lora_rank=4']
 IMAGES = ['--init_from=FOLDER/images']
 FSDP, STAGE_2 = ['--strategy=fsdp'], ['--strategy=fsdp', '--fsdp_impl=manual', '--zero_stage=2']
-TWICE = ['--num_iterations=2', '--temperature=0.7', '--loss_type=grpo']
+TWICE = ['--num_iterations=2', '--temperature=0.7', '--loss_type=grpo', '--sampled_logps=old']
 OWN = ['--prompts=FOLDER/free.jsonl', '--reward=FOLDER/own.py:vowels', '--eval_tasks=FOLDER/free.jsonl']
-MASKED = ['--mask_truncated=True', '--scale_rewards=group']
+MASKED = ['--mask_truncated=True', '--scale_rewards=group', '--sampled_logps=tis']
 CASES = {  # name: (ranks, the case that it has to equal, keys)
     'one': (1, None, []),
     'accumulated by sixes': (1, 'one', ['--batch_size=6']),
@@ -316,6 +334,9 @@ def test_a_run_is_equal_to_a_plain_loop(folder, runs, name, options):
         assert_as_close_to_float64(ours, plain, float64, fact)
     assert 0 < min(row['reward'] for row in found) and 0 < found[0]['completions/clipped_ratio'] < 1
     assert name != 'twice' or any(row['clip_ratio/region_mean'] for row in found)
+    for row in found:
+        mean, largest = (row[f'sampling/sampling_logp_difference/{which}'] for which in ('mean', 'max'))
+        assert 0 < mean < largest <= LARGEST
 
 
 @pytest.mark.parametrize('name', slow_but(SHORT, [name for name, case in CASES.items() if case[1]]))
@@ -428,8 +449,8 @@ def test_only_the_shape_of_training_is_compiled(folder, alone):
     groups = rollouts.write_groups(model, run, 0, lambda: beats.append(1))
     assert counter.frame_count == 0
     assert len(beats) == max(len(answer.ids) for group in groups for answer in group)  # a pass for each token
-    documents = [(run.train_data.prompts[one.prompt].tokens, one.ids, 1.0, 1.0) for group in groups for one in group]
-    for x, y, starts, _, _ in rollouts.micro_batches(documents, run):
+    documents = [(run.train_data.prompts[one.prompt].tokens, one.ids, 0, 1.0, 1.0) for group in groups for one in group]
+    for x, y, starts, *_ in rollouts.micro_batches(documents, run):
         token_logps(model, x, y, starts).sum().backward()
     assert counter.frame_count == 1
 
@@ -443,14 +464,17 @@ def test_each_token_is_learned_from_the_text_that_it_was_drawn_from(alone, tmp_p
     model = loading.for_generation(pretrained, None, torch.float32, 'cpu')
     prompts = [[*range(begin, begin + n)] for begin, n in ((1, 25), (60, 12), (130, TURN + 2), (90, TURN))]
     generators = [generator_of(SEED, str(n)) for n in range(len(prompts))]
-    answers = sampling.generate_batch(model, prompts, 16, temperature=1.0, generators=generators)
+    logps = [[] for _ in prompts]
+    answers = sampling.generate_batch(model, prompts, 16, temperature=1.0, generators=generators, logps=logps)
     config = SimpleNamespace(packing=True, batch_size=2, block_size=64)
     run = SimpleNamespace(config=config, pretrained=pretrained, device=torch.device('cpu'))
     run.train_data = SimpleNamespace(n_starts=9)
-    documents = [(prompt, answer, n, 1.0) for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
-    found, n_tokens = torch.zeros(len(prompts)), 0
-    for x, y, starts, number, _ in rollouts.micro_batches(documents, run):
-        found.index_add_(0, number.long(), token_logps(model, x, y, starts))
+    documents = [(*document, n, 1.0) for n, document in enumerate(zip(prompts, answers, logps, strict=True))]
+    found, drawn, n_tokens = torch.zeros(len(prompts)), torch.zeros(len(prompts)), 0
+    for x, y, starts, sampled, number, _ in rollouts.micro_batches(documents, run):
+        again = token_logps(model, x, y, starts)
+        found.index_add_(0, number.long(), again)
+        drawn.index_add_(0, number.long(), sampled)
         n_tokens += len(number)
 
     def without_cache(dtype):
@@ -463,7 +487,9 @@ def test_each_token_is_learned_from_the_text_that_it_was_drawn_from(alone, tmp_p
         return sums
 
     with torch.no_grad():
-        assert_as_close_to_float64(found, without_cache(torch.float32), without_cache(torch.float64))
+        in_float32, in_float64 = without_cache(torch.float32), without_cache(torch.float64)
+    for sums in (found, drawn):
+        assert_as_close_to_float64(sums, in_float32, in_float64)
     assert n_tokens == sum(map(len, answers))
 
 
@@ -620,6 +646,7 @@ def test_ten_steps_are_those_of_trl(tmp_path, loss_type, scale):
             found, _ = losses_of_tokens(
                 log_probabilities(model, answers[part]),
                 torch.cat(old[part]),
+                None,  # the sampler's, which `log` does not use
                 advantages[part].repeat_interleave(repeats),
             )
             loss = (found * weights.repeat_interleave(repeats)).sum()
