@@ -47,6 +47,7 @@ IN_WORDS = {  # of a condition on these keys
     'lora_rank': 'with LoRA: give a --lora_rank, as 16, with a Hugging Face folder as --init_from',
     'n_experts': 'from scratch with --n_experts',
     'shared_expert_dim': 'from scratch with --n_experts and --shared_expert_dim',
+    'expert_groups': 'from scratch with --n_experts and --expert_groups=2 or more',
     'temperature': 'with a --temperature above 0',
     'eval_iters': 'without --eval_iters',
     'out_dir': "with a run's folder as --out_dir",

@@ -13,6 +13,8 @@ tokens: with a limit some tokens would have to be dropped, and which ones would 
 Letters for shapes are those of model.py, and R rows, each of a token and one of its k experts.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -81,6 +83,7 @@ class Router(Balance):
         rates = config.router_aux, config.router_z, config.router_bias
         super().__init__(config.n_experts, config.experts_per_token, *rates, config.router_scores)
         self.normalize, self.scale = config.router_normalize, config.router_scale
+        self.groups, self.groups_per_token = config.expert_groups, config.groups_per_token
         self.weight = nn.Parameter(torch.empty(self.n_experts, config.n_embd))
 
     def forward(self, x, choice=None):
@@ -100,14 +103,26 @@ class Router(Balance):
         if choice:
             chosen = choice[0]
         else:
-            scores = p.detach() if self.bias is None else p.detach() + self.bias  # the bias affects the choice only
-            chosen = scores.topk(self.k).indices
+            chosen = self.ranked(p.detach())[0].topk(self.k).indices
             if choice is not None:
                 choice.append(chosen)
         weights = p.gather(1, chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights if self.scale == 1 else weights * self.scale, chosen, logits
+
+    def ranked(self, p):
+        """By what a token chooses, from its scores p (N, E): of experts (N, E), and of their groups (N, G), neighbors.
+        The bias counts here alone. A group counts as much as the best two in it, and experts of other groups than the
+        best are out."""
+        scores = p if self.bias is None else p + self.bias
+        if self.groups == 1:
+            return scores, scores[:, :1]
+        scores = scores.unflatten(1, (self.groups, -1))
+        of_groups = scores.topk(2).values.sum(-1)
+        best = of_groups.topk(self.groups_per_token).indices
+        is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter(1, best, False)
+        return scores.masked_fill(is_out[..., None], -math.inf).flatten(1), of_groups
 
 
 class ExpertLinear(nn.Module):

@@ -70,6 +70,8 @@ class ModelConfig:
     dense_layers: int = 0  # the first blocks of a mixture, which keep the MLP
     experts_per_token: int = 2
     expert_hidden_dim: int | None = None
+    expert_groups: int = 1  # a token first chooses groups of neighboring experts, see experts.Router.ranked()
+    groups_per_token: int = 1
     shared_expert_dim: int = 0  # width of an MLP for all tokens beside the experts; 0: none
     shared_expert_gate: bool = False
     router_scores: str = 'softmax'  # or 'sigmoid', see experts.Router
@@ -206,6 +208,13 @@ def check_experts(config):
         raise ValueError(f'{given} with arch={config.arch}: llama and qwen3 have experts: use --arch=qwen3, {or_dense}')
     if not 1 <= k <= n:
         raise ValueError(f'{given} with experts_per_token={k}: expected 1 to {n} of them for each token')
+    groups, few = config.expert_groups, config.groups_per_token
+    fits = [size for size in range(1, n + 1) if n % size == 0 and (size == 1 or n >= 2 * size)]
+    if groups not in fits:
+        raise ValueError(f'{given} with expert_groups={groups}: use one of {", ".join(map(str, fits))}')
+    if not (fewest := math.ceil(k * groups / n)) <= few <= groups:
+        of = f'expert_groups={groups}, of {n // groups} experts each, and experts_per_token={k}'
+        raise ValueError(f'groups_per_token={few} with {of}: expected {fewest} to {groups}')
     if not 0 <= config.dense_layers < config.n_layer:
         fits = f'expected 0 to {config.n_layer - 1}, since the blocks after them have the experts'
         raise ValueError(f'dense_layers={config.dense_layers} with n_layer={config.n_layer}: {fits}')

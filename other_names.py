@@ -55,6 +55,8 @@ adam_beta1 adam_beta2 betas: `beta1`, `beta2`; 0.9 and 0.95 by default
 adam_epsilon eps: not here: 1e-8
 label_smoothing_factor neftune_noise_alpha: not here: the loss of a text is plain cross-entropy, without noise
 first_k_dense_replace mlp_only_layers n_dense_layers: `dense_layers`, a number: the first blocks, without experts
+n_group num_expert_groups: `expert_groups`
+topk_group num_limited_groups: `groups_per_token`
 router_aux_loss_coef: `router_aux`; not in train_dpo.py and train_grpo.py
 max_grad_norm clip_grad_norm gradient_clipping max_norm clip: `grad_clip`, 1.0 by default; 0 = off
 bf16 fp16 precision torch_dtype mixed_precision mixed_precision_param amp mixed_precision_reduce: `dtype` of what is

@@ -71,7 +71,7 @@ EXPERT_KEYS = {'n_experts': 'num_experts', 'experts_per_token': 'num_experts_per
 EXPERT_KEYS |= {'expert_hidden_dim': 'moe_intermediate_size', 'router_normalize': 'norm_topk_prob'}
 QWEN2_MOE_KEYS = EXPERT_KEYS | {'shared_expert_dim': 'shared_expert_intermediate_size', 'qkv_bias': 'qkv_bias'}
 DOTS1_KEYS = EXPERT_KEYS | {'n_experts': 'n_routed_experts', 'router_scale': 'routed_scaling_factor'}
-DOTS1_KEYS |= {'dense_layers': 'first_k_dense_replace'}
+DOTS1_KEYS |= {'dense_layers': 'first_k_dense_replace', 'expert_groups': 'n_group', 'groups_per_token': 'topk_group'}
 KEYS_OF_MIXTURES = {'qwen3_moe': EXPERT_KEYS, 'qwen2_moe': QWEN2_MOE_KEYS, 'dots1': DOTS1_KEYS}
 
 
@@ -94,7 +94,7 @@ def class_of_experts(model_config):
     """The model_type of transformers' class that computes a mixture, or None. DeepSeek-V3's experts stand beside an
     attention that model.py lacks; dots.llm1 has them beside that of Qwen3."""
     has_softmax = model_config.router_scores == 'softmax' and model_config.router_scale == 1
-    has_softmax = has_softmax and not model_config.router_bias
+    has_softmax = has_softmax and not model_config.router_bias and model_config.expert_groups == 1
     shared, has_gate = model_config.shared_expert_dim, model_config.shared_expert_gate
     if model_config.arch == 'llama':
         return 'qwen2_moe' if has_softmax and shared and has_gate else None

@@ -54,7 +54,7 @@ LLAMA_TAKES = {'hidden_act': ('silu',), 'rope_type': ('default', 'llama3', 'yarn
 LLAMA_TAKES |= dict.fromkeys(('embedding_multiplier', 'residual_multiplier', 'logits_scaling'), (1,))  # Granite's
 YARN_TAKES = {'attention_factor': (None,), 'beta_fast': (None, 32), 'beta_slow': (None, 1), 'truncate': (None, True)}
 YARN_TAKES |= {'mscale': (None,), 'mscale_all_dim': (None,)}
-EXPERTS_TAKE = {'decoder_sparse_step': (1,), 'n_group': (1, None)}
+EXPERTS_TAKE = {'decoder_sparse_step': (1,)}
 LLAMA3_ROPE = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 

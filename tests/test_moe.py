@@ -76,6 +76,8 @@ OTHERS = {
 DENSE = {'dense_layers': 1, 'n_layer': 3, 'mlp_hidden_dim': 57}
 OTHERS['Qwen2MoeForCausalLM'].append(QWEN2 | DENSE)
 OTHERS['Dots1ForCausalLM'] += [DEEPSEEK | DENSE, DEEPSEEK | DENSE | {'dense_layers': 2, 'experts_per_token': 3}]
+GROUPS = {'expert_groups': 4, 'groups_per_token': 2, 'experts_per_token': 3}
+OTHERS['Dots1ForCausalLM'] += [DEEPSEEK | GROUPS, DEEPSEEK | GROUPS | {'n_experts': 12, 'experts_per_token': 5}]
 OF_CLASS = [('Qwen3MoeForCausalLM', shape) for shape in SHAPES]
 OF_CLASS += [(name, shape) for name, shapes in OTHERS.items() for shape in shapes]
 
@@ -548,6 +550,10 @@ def test_each_replica_goes_on_with_its_own_load(data_dir, tmp_path):
         ({'arch': 'enoki'}, 'n_experts=8 with arch=enoki: .*--arch=qwen3'),
         ({'experts_per_token': 9}, 'experts_per_token=9: expected 1 to 8'),
         ({'experts_per_token': 0}, 'experts_per_token=0: expected 1 to 8'),
+        ({'expert_groups': 3}, 'expert_groups=3: use one of 1, 2, 4'),
+        ({'expert_groups': 8}, 'expert_groups=8: use one of 1, 2, 4'),
+        (GROUPS | {'groups_per_token': 1}, 'groups_per_token=1 with .*: expected 2 to 4'),
+        ({'groups_per_token': 2}, 'groups_per_token=2 with .*: expected 1 to 1'),
         ({'dense_layers': 2}, 'dense_layers=2 with n_layer=2: expected 0 to 1'),
         ({'dense_layers': -1}, 'dense_layers=-1 with n_layer=2: expected 0 to 1'),
         ({'parametrization': 'mup', 'base_width': 20}, "parametrization='mup'.*--parametrization=standard"),

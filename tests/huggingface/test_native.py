@@ -41,6 +41,10 @@ FOLDERS = {
     'qwen3_moe, dense layers': ('qwen3_moe', {'norm_topk_prob': True, 'mlp_only_layers': [0, 1]}),
     'dots1, biases': ('dots1', {}),
     'dots1, weights as scored': ('dots1', {'norm_topk_prob': False, 'first_k_dense_replace': 0}),
+    'dots1, groups and biases': (
+        'dots1',
+        {'n_routed_experts': 12, 'n_group': 4, 'topk_group': 2, 'num_experts_per_tok': 5},
+    ),
     'dots1, windows': ('dots1', {'sliding_window': 8, 'max_window_layers': 2, 'intermediate_size': 57}),
     'gpt2': ('gpt2', {}),
     'gpt2, narrow mlp': ('gpt2', {'n_inner': 56, 'activation_function': 'gelu_pytorch_tanh'}),
@@ -145,7 +149,6 @@ CANNOT = {
     'logits of cohere': ('cohere', {}, 'has logits that are scaled'),
     'state space': ('mamba', {}, 'has a state space in place of attention'),
     'dense layers': ('qwen3_moe', {'norm_topk_prob': True, 'mlp_only_layers': [1]}, 'mlp_only_layers=[1]'),
-    'groups': ('dots1', {'n_group': 2}, 'n_group=2, model.py computes with 1'),
     'gelu': ('llama', {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     'one bias': ('llama', {'attention_bias': True}, 'mlp_bias=False'),
     'bias': ('qwen3', {'attention_bias': True}, 'attention_bias=True'),

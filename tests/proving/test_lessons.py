@@ -66,7 +66,8 @@ MODELS = {  # of documents if they do not say windows='stream'
     'half of them': EXPERTS,  # all tokens are theirs, so that some ranks compute nothing
     'one half, then the other': EXPERTS | HALF,
     'shared expert': EXPERTS
-    | dict(shared_expert_dim=20, shared_expert_gate=True, router_scores='sigmoid', router_scale=2.5, router_bias=1e-3),
+    | dict(shared_expert_dim=20, shared_expert_gate=True, router_scores='sigmoid', router_scale=2.5, router_bias=1e-3)
+    | dict(expert_groups=4, groups_per_token=2),
     'dense layers': EXPERTS | dict(n_layer=4, dense_layers=2, mlp_hidden_dim=57),
     'muon': QWEN3 | dict(optimizer='muon'),
     'muon, experts': EXPERTS | dict(optimizer='muon'),
