@@ -88,9 +88,7 @@ class Keys:
     dense_layers = 0  # first blocks without experts, mlp_hidden_dim wide; DeepSeek-V3: 3 [>= 0, if n_experts]
     experts_per_token = 2  # experts per token, chosen by the router [>= 1, if n_experts]
     expert_hidden_dim: int | None = None  # their width; None = mlp_hidden_dim / experts_per_token [>= 1, if n_experts]
-    expert_groups = (
-        1  # groups of neighboring experts; a token first chooses groups; DeepSeek-V3: 8 [>= 1, if n_experts]
-    )
+    expert_groups = 1  # of neighbors: a token first chooses groups; 1 = none; DeepSeek-V3: 8 [>= 1, if n_experts]
     groups_per_token = 1  # how many of them, then experts within; DeepSeek-V3: 4 [>= 1, if expert_groups > 1]
     shared_expert_dim = 0  # width of one more expert, which computes every token; 0 = none [>= 0, if n_experts]
     shared_expert_gate = False  # multiply its output by a sigmoid gate per token (Qwen2-MoE) [if shared_expert_dim]
