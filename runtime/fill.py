@@ -337,7 +337,7 @@ def fill_model(run):
     if config.native:
         from huggingface import native
 
-        factors = {'router_aux': config.router_aux, 'router_z': config.router_z}
+        factors = {'router_aux': run.pretrained.router_aux, 'router_z': run.pretrained.router_z}  # 0 unless given
         run.model_config = replace(native.model_config_of(run.pretrained), **factors)
     elif not run.pretrained:
         run.model_config = ModelConfig.from_keys(vars(config))
