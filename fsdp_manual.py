@@ -439,8 +439,10 @@ class ShardedModel(nn.Module):
             if torch.is_grad_enabled() and (inputs := differentiable((args, kwargs))):
                 register_multi_grad_hook(inputs, after_backward, mode='any')
 
-        def after_forward(module, args, output):
-            outputs = differentiable(output)
+        def after_forward(module, args, kwargs, output):
+            # What a block only hands on is an earlier one's output: its gradient comes when this one is done.
+            handed_on = {id(tensor) for tensor in differentiable((args, kwargs))}
+            outputs = [tensor for tensor in differentiable(output) if id(tensor) not in handed_on]
             for tensor in outputs:
                 tensor.register_hook(before_backward)
             for unit in units:
@@ -460,7 +462,7 @@ class ShardedModel(nn.Module):
                     self.after_backward(unit)
 
         first.register_forward_pre_hook(before_forward, with_kwargs=True)
-        last.register_forward_hook(after_forward)
+        last.register_forward_hook(after_forward, with_kwargs=True)
 
     def hook_root(self):
         """The root stays whole from a step's first forward to its last backward: backward begins with its head."""
