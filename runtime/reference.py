@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import data
+from configurator import tagged
 from huggingface import lora
+from keys import Keys
 from logprobs import document_logps
 from system import collectives, processes
 from system.files import replacing, sha256_of
@@ -28,18 +30,19 @@ def refuse_other_losses(run):
     """Raise ValueError for keys that would add noise to the log-probabilities of answers, or a loss that scripts which
     learn from these do not have; note what else of a mixture stands still."""
     config = run.config
-    for key in ('dropout', 'lora_dropout'):
-        if vars(config)[key]:
-            raise ValueError(
-                f'{key}={vars(config)[key]}: what an answer gains would be lost in the noise of dropout, without which '
-                f'it has been judged or written before: leave {key} out'
-            )
     is_mixture = (
         run.model_config.n_experts if run.model_config else run.pretrained.router_aux or run.pretrained.router_z
     )
-    for key in ('z_loss', *(('router_aux', 'router_z') if is_mixture else ())):
-        if vars(config)[key]:
-            raise ValueError(f'{key}={vars(config)[key]}: this script has no such loss: use --{key}=0')
+    for key in sorted(key for key in tagged('may change') if hasattr(Keys, key)):
+        value = vars(config)[key]
+        if not value or (key.startswith('router_') and not is_mixture):
+            continue
+        if 'dropout' in key:
+            raise ValueError(
+                f'{key}={value}: what an answer gains would be lost in the noise of dropout, without which it has been '
+                f'judged or written before: leave {key} out'
+            )
+        raise ValueError(f'{key}={value}: this script has no such loss: use --{key}=0')
     if run.model_config and run.model_config.router_bias:  # moved by the tokens of each expert, which that loss counts
         run.notes.append(
             'router_bias: the biases of the experts stay as they are, since this script does not move them'
