@@ -220,6 +220,8 @@ class Stage(GPT):
         h = self.embedded(x, positions) if part == 0 else x
         for number in self.of(part):
             h = self.blocks[str(number)](h, None, attention)
+            if not isinstance(h, torch.Tensor):
+                raise ValueError(f'block {number} returns {len(h)} values, and a stage hands on one: use train_fsdp.py')
         return h if part < self.last else self.loss(self.finished(h), y)
 
 

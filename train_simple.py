@@ -38,7 +38,7 @@ class Config:
     batch_size = 8  # sequences per rank and micro-step, fewer where ranks share a smaller global batch [per job, >= 1]
     max_iters = 800  # optimizer steps [>= 1]
     learning_rate = 3e-3  # peak, after warmup_iters steps; from there half a cosine down to 0 [> 0]
-    warmup_iters = 80  # linear warm-up [>= 0]
+    warmup_iters: int | None = None  # linear warm-up; None = a tenth of max_iters [>= 0]
     seed = 1337  # of the initial weights and the order of the data [>= 0, < 4294967296]
 
 
@@ -56,6 +56,8 @@ from model import GPT, ModelConfig
 from system import errors
 
 errors.report_errors()  # a mistake of the user's ends in one line
+if config.warmup_iters is None:
+    config.warmup_iters = config.max_iters // 10
 
 # --- RANKS ------------------------------------------------------------------------------------------------------------
 rank, world_size = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))  # torchrun sets them
@@ -143,6 +145,9 @@ for step in range(config.max_iters):
         loss_sum, ce_sum = model(x, y)  # sums over this rank's targets
         (loss_sum * (world_size / targets)).backward()  # averaged over ranks: the mean over all targets
         step_loss += ce_sum
+    for name, parameter in raw_model.named_parameters() if step == 0 else ():
+        if parameter.grad is None:  # in the next step DDP would wait for it
+            raise ValueError(f'{name} gets no gradient: use it in the loss, or take it out of the model')
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), 1.0, optimizer=optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

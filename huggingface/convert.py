@@ -126,11 +126,13 @@ def names_in_transformers(name, model_config):
         modules = DOTS1_MODULES
     module, kind = name.rsplit('.', 1)  # kind: weight or bias
     kind = 'e_score_correction_bias' if name.endswith('router.bias') else kind
+    place, inner = '', module
     if module.startswith('blocks.'):
         _, number, inner = module.split('.', 2)
-        their_name = f'{modules["blocks"]}.{number}.{modules[inner]}.{kind}'
-    else:
-        their_name = f'{modules[module]}.{kind}'
+        place = f'{modules["blocks"]}.{number}.'
+    if inner not in modules:
+        raise ValueError(f'{name}: no class of transformers has this parameter; sample.py and evaluate.py read the run')
+    their_name = f'{place}{modules[inner]}.{kind}'
     parts = range(model_config.n_experts) if '.experts.' in name else 'qkv'
     return [their_name.format(part) for part in parts] if '{}' in their_name else [their_name]
 

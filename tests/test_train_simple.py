@@ -42,7 +42,8 @@ def test_its_defaults_are_those_of_the_quickstart():
     own = {key: knob.default for key, knob in read_knobs(REPO / 'train_simple.py').items()}
     quickstart = runpy.run_path(str(REPO / 'config/quickstart.py'))
     of_all = {key: knob.default for key, knob in read_knobs(REPO / 'train_ddp.py').items()} | quickstart
-    assert own == {key: of_all[key] for key in own} | {'out_dir': 'out/simple'}
+    assert own == {key: of_all[key] for key in own} | {'out_dir': 'out/simple', 'warmup_iters': None}
+    assert of_all['warmup_iters'] == of_all['max_iters'] // 10  # what None stands for
 
 
 def test_other_scripts_open_its_checkpoint_and_go_on_with_it(trained, data_dir, tmp_path):
@@ -59,6 +60,32 @@ def test_other_scripts_open_its_checkpoint_and_go_on_with_it(trained, data_dir, 
     assert column(begun, 'val_loss')[0] < column(out_dir, 'val_loss')[0]
     said = run_forked('train_fsdp.py', *keys, of_run, '--max_iters=7', nproc=2, log=log)
     assert 'at step 5' in said and complete(out_dir) == [7] and column(out_dir, 'step') == [1, 2, 3, 4, 5, 6, 7]
+
+
+UNUSED = f"""
+import runpy, sys
+
+sys.path.insert(0, {str(REPO)!r})
+import model
+import torch
+
+class GPT(model.GPT):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.idea = torch.nn.Parameter(torch.ones(3))
+
+model.GPT = GPT
+runpy.run_path({str(REPO / 'train_simple.py')!r}, run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize('nproc', [1, 2])
+def test_a_parameter_that_is_not_used_is_named(data_dir, tmp_path, nproc):
+    script = tmp_path / 'idea.py'
+    script.write_text(UNUSED)
+    keys = [*KEYS, f'--data_dir={data_dir}', f'--out_dir={tmp_path}/run']
+    lines = refusals([[script, *keys]] * nproc)
+    assert all(line.startswith('error: idea gets no gradient: use it in the loss') for line in lines)
 
 
 def test_a_mistake_ends_in_one_line(trained, data_dir):
