@@ -132,7 +132,7 @@ dist.barrier()  # until all ranks have looked
 os.makedirs(config.out_dir, exist_ok=True)
 log = open(os.path.join(config.out_dir, 'metrics.jsonl'), 'w') if rank == 0 else None
 targets = config.global_batch_size * config.block_size
-began = time.perf_counter()
+began, logged = time.perf_counter(), 0
 for step in range(config.max_iters):
     lr = learning_rate_at(step)
     for group in optimizer.param_groups:
@@ -158,12 +158,16 @@ for step in range(config.max_iters):
         total = step_loss.double()
         dist.all_reduce(total)
         row = {'loss': total.item() / targets, 'lr': lr, 'grad_norm': grad_norm.item()}
-        row |= {'tokens_per_sec': done * targets / (time.perf_counter() - began)}  # evaluations included
+        seconds = (time.perf_counter() - began) / (done - logged)  # of a step
+        row |= {'tokens_per_sec': targets / seconds, 'time/total': 1000 * seconds}
+        began, logged = time.perf_counter(), done
     if done % config.eval_interval == 0 or done == config.max_iters:
+        paused = time.perf_counter()
         row |= evaluate()
+        began += time.perf_counter() - paused
     if row and rank == 0:
         print(f'step {done}/{config.max_iters} | ' + ', '.join(f'{key} {value:.4g}' for key, value in row.items()))
-        log.write(json.dumps({'step': done, **row}) + '\n')
+        log.write(json.dumps({'step': done, 'tokens': done * targets, **row}) + '\n')
         log.flush()
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------

@@ -64,6 +64,13 @@ def plot_runs(runs, keys, output):
     common = Path(os.path.commonpath([run.absolute() for run in runs]))
     name = f'{"-".join(keys or ["loss"]).replace("/", "_")}.png'
     output = Path(output) if output else Path(os.path.relpath(common)) / name
+    for run in runs:
+        rows = read_rows(run, is_running=True)
+        last = {key: row[key] for row in rows for key in keys or ('loss', 'val_loss') if 'tokens' in row and key in row}
+        if not last and not keys:
+            raise ValueError(f'{run}: no row of metrics.jsonl has a loss and the tokens until then')
+        numbers = (f'{key} {value:.4g}' for key, value in last.items() if not isinstance(value, list))
+        print(f'{run}: step {rows[-1]["step"]}', *numbers, sep=', ')
     if keys:
         plot_keys(runs, keys, output)
     else:

@@ -33,9 +33,11 @@ def test_its_numbers_are_those_of_train_ddp_to_the_bit(trained, nproc, batch_siz
     keys = [f'--batch_size={batch_size}']
     simple = trained('train_simple.py', nproc, *keys)
     ddp = trained('train_ddp.py', nproc, 'config/quickstart.py', '--dtype=float32', *keys)
-    for key in ('loss', 'lr', 'grad_norm', 'val_loss', 'val_bpb'):
+    for key in ('tokens', 'loss', 'lr', 'grad_norm', 'val_loss', 'val_bpb'):
         assert column(simple, key) == column(ddp, key), key
-    assert len(column(simple, 'loss')) == 5 and len(column(simple, 'val_loss')) == 3
+    assert (
+        len(column(simple, 'loss')) == len(column(simple, 'time/total')) == 5 and len(column(simple, 'val_loss')) == 3
+    )
 
 
 def test_its_defaults_are_those_of_the_quickstart():

@@ -32,7 +32,11 @@ def test_plot_of_a_finished_and_a_running_run(tmp_path):
         tmp_path / 'b', [row(step, loss='nan' if step == 30 else 3.0) for step in steps], torn='{"step": 2'
     )
     said = run_script('compare.py', '--plot', finished, running, cwd=tmp_path).stdout
-    assert said.splitlines()[-1] == 'loss plot: loss.png'
+    lines = [f'{finished}: step 200, loss 2, val_loss 3', f'{running}: step 200, loss 3', 'loss plot: loss.png']
+    assert said.splitlines() == lines
+    nothing = write_run(tmp_path / 'c', [{'step': 1, 'loss': 3.0}])
+    said = run_script('compare.py', '--plot', finished, nothing, cwd=tmp_path, check=False).stderr
+    assert said.splitlines() == [f'[0] error: {nothing}: no row of metrics.jsonl has a loss and the tokens until then']
     png = (tmp_path / 'loss.png').read_bytes()
     assert png.startswith(b'\x89PNG') and len(png) > 10_000
 
