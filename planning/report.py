@@ -18,18 +18,19 @@ from planning.sizes import empty_model
 from planning.traffic import sent
 
 
-def dry_run(config, shape, world_size, strategy='ddp', filled=1.0, card=None):
+def dry_run(config, shape, world_size, strategy='ddp', filled=1.0, card=None, also_held=None):
     """
     The text that --dry_run prints. shape: to_dict() of the ModelConfig or of the Pretrained. filled: the share of
-    positions that hold no padding. card: one of roofline.GPUS, whose memory is put beside. Raises ValueError as
-    memory_bytes() and micro_steps() do.
+    positions that hold no padding. card: one of roofline.GPUS, whose memory is put beside. also_held: {part: bytes} of
+    a rank beyond the model. Raises ValueError as memory_bytes() and micro_steps() do.
     """
     config = {**config, **shape}
     model = empty_model(config)
     is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
     layout = Layout.of(config, strategy, world_size)
     ranks = plans(config, model, layout)
-    parts_by_stage = [held(plan) for plan in ranks]
+    also_held = also_held or {}
+    parts_by_stage = [{**also_held, **held(plan)} for plan in ranks]
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
     saved = counts['trainable' if config.get('lora_rank') else 'total']  # LoRA saves only what it trains
@@ -62,7 +63,7 @@ def dry_run(config, shape, world_size, strategy='ddp', filled=1.0, card=None):
         memory['activations'] = 'not known: this model does not run without data'
     memory |= columns([totals(parts) for parts in parts_by_stage])
     if 'num_generations' in config:
-        memory |= columns([{'while it writes, at most': while_writing(ranks[0])}])
+        memory |= columns([{'while it writes, at most': while_writing(ranks[0]) + sum(also_held.values())}])
     if card:
         memory[f'of an {card.upper()}'] = f'{GPUS[card].gb:8.3f}'
     dtypes = config['dtype'] + (f' and {config["matmul_dtype"]}' if config.get('matmul_dtype') else '')

@@ -50,6 +50,7 @@ class Run:
     compute_dtype: torch.dtype
     learns_from: str = 'text'  # 'text', conversations included, 'pairs' of answers, or 'prompts' that it answers itself
     notes: list = field(default_factory=list)  # lines for the log: which values were filled in, and warnings
+    also_held: dict = field(default_factory=dict)  # {part: bytes} of a rank for --dry_run, beyond the model: a teacher
     pretrained: object = None  # Pretrained if init_from is a Hugging Face folder, with native=True as well
     start: object = None  # opened.Opened, which gives the first weights, if init_from is a run of this project
     train_data: object = None  # data.Mixture
@@ -124,7 +125,7 @@ class Run:
                 print(*self.notes, sep='\n')
                 card, ranks = hours.card_of(vars(config)), self.layout.ranks
                 facts = self.shape.to_dict(), ranks, self.strategy, self.train_data.filled
-                print(report.dry_run(vars(config), *facts, card))
+                print(report.dry_run(vars(config), *facts, card, self.also_held))
                 print(*hours.lines(vars(config), ranks, self.train_data, card), sep='\n')
             sys.exit()
         is_other = config.frozen_dtype not in (None, 'float32')

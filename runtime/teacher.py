@@ -47,11 +47,10 @@ def open_teacher(run):
     if config.packing and opened.pretrained and not opened.pretrained.keeps_documents_apart:
         raise ValueError(f'{given}: {opened.arch} would let the answers in a row see each other: use --packing=False')
     parameters = opened.empty(run.compute_dtype, run.device, config.block_size).parameter_counts()['total']
-    where = 'sharded over the ranks' if config.strategy == 'fsdp' else 'whole on each rank'
-    size = parameters * stored_dtype(run).itemsize / 1e9
-    run.notes.append(
-        f'{given}: {opened.arch}, {parameters:,} parameters, {size:.3f} GB {where}, which no plan of memory counts'
-    )
+    shards = run.layout.shard if config.strategy == 'fsdp' else 1
+    run.also_held['teacher'] = size = parameters * stored_dtype(run).itemsize // shards
+    where = f'a rank holds 1/{shards} of it' if shards > 1 else 'whole on each rank'
+    run.notes.append(f'{given}: {opened.arch}, {parameters:,} parameters, {where}, {size / 1e9:.3f} GB')
     return opened
 
 

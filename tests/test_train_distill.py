@@ -4,6 +4,7 @@ refusals."""
 import itertools
 import math
 import operator
+import os
 import re
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from chats import write_rows
-from launch import function_of, run_function, run_many
+from launch import fork_script, function_of, run_function, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics
 from post_training import ENDS, LONGEST, ids_of, rollouts_of, run_cases, written
 from precision import assert_as_close_to_float64, assert_same_run
@@ -362,6 +363,17 @@ def test_a_killed_run_goes_on_to_the_bit(folder, runs, name):
     assert_same_weights(killed, out, STEPS)
     assert_same_rows(killed, out, ('step', 'grad_norm', *OF_TOKENS, *OF_ANSWERS))
     assert rollouts_of(killed) == rollouts_of(out)
+
+
+def test_a_plan_counts_the_teacher(folder, tmp_path):
+    large = save_model(tmp_path / 'large', 'llama', hidden_size=640, intermediate_size=1280)
+    nbytes = os.path.getsize(tmp_path / 'large' / 'model.safetensors')
+    for strategy, share in (('ddp', 1), ('fsdp', 2)):
+        keys = keys_of(folder, tmp_path / 'out', f'--teacher={large}', '--dry_run', f'--strategy={strategy}')
+        said = fork_script('train_distill.py', *keys, nproc=2)[0].stdout
+        rows = dict(re.findall(r'^  (\S.*?) {2,}([\d.]+)$', said, re.MULTILINE))
+        assert float(rows['teacher']) == pytest.approx(nbytes / share / 1e9, abs=6e-4), said
+        assert float(rows['total on the device']) > float(rows['teacher'])
 
 
 def facts_of_teacher(folder, strategy):
