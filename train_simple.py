@@ -146,7 +146,7 @@ for step in range(config.max_iters):
         (loss_sum * (world_size / targets)).backward()  # averaged over ranks: the mean over all targets
         step_loss += ce_sum
     for name, parameter in raw_model.named_parameters() if step == 0 else ():
-        if parameter.grad is None:  # in the next step DDP would wait for it
+        if parameter.requires_grad and parameter.grad is None:  # in the next step DDP would wait for it
             raise ValueError(f'{name} gets no gradient: use it in the loss, or take it out of the model')
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), 1.0, optimizer=optimizer)
     optimizer.step()

@@ -90,6 +90,13 @@ def test_a_parameter_that_is_not_used_is_named(data_dir, tmp_path, nproc):
     assert all(line.startswith('error: idea gets no gradient: use it in the loss') for line in lines)
 
 
+def test_a_frozen_parameter_needs_no_gradient(data_dir, tmp_path):
+    script = tmp_path / 'idea.py'
+    script.write_text(UNUSED.replace('torch.ones(3)', 'torch.ones(3), requires_grad=False'))
+    run_forked(script, *KEYS, f'--data_dir={data_dir}', f'--out_dir={tmp_path}/run', log=tmp_path / 'log')
+    assert complete(tmp_path / 'run') == [5]
+
+
 def test_a_mistake_ends_in_one_line(trained, data_dir):
     out_dir = trained('train_simple.py', 1)
     command = ['train_simple.py', *KEYS, f'--data_dir={data_dir}', f'--out_dir={out_dir}']
