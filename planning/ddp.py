@@ -2,6 +2,8 @@
 What torch's DistributedDataParallel makes a rank of train_ddp.py hold and send. Lessons say this of themselves.
 """
 
+from itertools import accumulate
+
 from torch import nn
 
 import muon
@@ -30,7 +32,7 @@ def holds(plan):
 def peak_of_one_rank(plan, step, gradients):
     """
     Bytes of gradients and activations together, if backward makes the ones while it frees the others: block by block,
-    so the peak is in the loss, in the backward of the last block or of the first, or at the gradient of the embedding.
+    so the peak is in the loss, in the backward of a block, or at the gradient of the embedding.
     """
 
     def gradient_bytes(parameters):
@@ -41,8 +43,8 @@ def peak_of_one_rank(plan, step, gradients):
     tables -= {module.weight for module in modules if isinstance(module, nn.Linear)}  # not those of a tied head
     by_the_loss = [parameter for parameter in plan.weights.root if parameter not in tables]
     last = step.kept + step.backward + gradient_bytes(by_the_loss)
-    first = last + sum(gradient_bytes(block) - step.block for block in plan.weights.blocks[1:])
-    return max(step.kept + step.loss, last, first, gradients + step.end)
+    changes = (gradient_bytes(block) - step.block for block in reversed(plan.weights.blocks[1:]))
+    return max(step.kept + step.loss, *accumulate(changes, initial=last), gradients + step.end)
 
 
 def sends(plan):

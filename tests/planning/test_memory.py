@@ -181,7 +181,21 @@ def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab
 @pytest.mark.parametrize('name', ['llama with grouped queries', 'mixture', 'mixture after dense layers'])
 @pytest.mark.parametrize('batch_size', [1, 8])  # the peak is at the end of backward, and at its beginning
 def test_gradients_of_one_rank_are_made_while_activations_are_freed(batch_size, name):
-    shape = shape_of(name, block_size=64)
+    together, apart, peak = predicted_and_held_by_one_rank(shape_of(name, block_size=64), batch_size)
+    assert together == pytest.approx(peak, rel=0.1)
+    assert apart > 1.1 * peak
+
+
+def test_the_peak_of_one_rank_may_be_between_mixtures_and_dense_blocks():
+    """Here a mixture makes more gradients than it frees activations, and a dense block fewer."""
+    sizes = {'n_layer': 6, 'dense_layers': 3, 'n_experts': 16, 'expert_hidden_dim': 128}
+    shape = shape_of('mixture after dense layers', block_size=64, **sizes)
+    together, _, peak = predicted_and_held_by_one_rank(shape, batch_size=2)
+    assert together == pytest.approx(peak, rel=0.03)
+
+
+def predicted_and_held_by_one_rank(shape, batch_size):
+    """Bytes of a first step: predicted, the same if all parts had their peak at once, and held."""
     config = config_of(shape, batch_size=batch_size, global_batch_size=batch_size)
     predicted = predicted_memory(config, shape.to_dict(), world_size=1)
     model, tokens = GPT(shape), torch.zeros(batch_size, shape.block_size, dtype=torch.int64)
@@ -189,8 +203,7 @@ def test_gradients_of_one_rank_are_made_while_activations_are_freed(batch_size, 
         memory.watch(model.parameters())
         model(tokens, tokens)[0].backward()
     together = sum(predicted.values()) - predicted['optimizer']  # which is made after the first step
-    assert together == pytest.approx(memory.peak, rel=0.1)
-    assert together - predicted['peaks at different moments'] > 1.1 * memory.peak
+    return together, together - predicted['peaks at different moments'], memory.peak
 
 
 @pytest.mark.slow
