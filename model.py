@@ -209,8 +209,8 @@ def check_experts(config):
     if not 1 <= k <= n:
         raise ValueError(f'{given} with experts_per_token={k}: expected 1 to {n} of them for each token')
     groups, few = config.expert_groups, config.groups_per_token
-    fits = [size for size in range(1, n + 1) if n % size == 0 and (size == 1 or n >= 2 * size)]
-    if groups not in fits:
+    if groups != 1 and not (0 < groups <= n // 2 and n % groups == 0):  # the best two of a group count
+        fits = [1, *(number for number in range(2, min(n // 2, 256) + 1) if n % number == 0)]
         raise ValueError(f'{given} with expert_groups={groups}: use one of {", ".join(map(str, fits))}')
     if not (fewest := math.ceil(k * groups / n)) <= few <= groups:
         of = f'expert_groups={groups}, of {n // groups} experts each, and experts_per_token={k}'
@@ -760,6 +760,13 @@ def inactive_parameters(module):
         if isinstance(getattr(inner, 'active', None), float)
         for parameter in inner.parameters()
     }
+
+
+def tensors_with_values(model):
+    """[(name, tensor)] of what a trained model has to be given: its parameters, and the biases of its routers, which
+    are buffers."""
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith('router.bias')]
+    return [*model.named_parameters(), *biases]
 
 
 def is_load(name):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dataset.mixture import folder_of, names_in, parse_stages
 from dataset.shards import read_meta
+from model import tensors_with_values
 from runtime import checkpoint
 from system import processes
 from system.files import is_run, sha256_of
@@ -287,10 +288,10 @@ def initialize(model, run, device=None):
 
         loading.load(model, run.pretrained, run.config.seed)  # every rank reads the rows that it keeps
         return
-    parameters = {(name, parameter): parameter.nbytes for name, parameter in model.named_parameters()}
+    parameters = model.named_parameters()
     if run.pretrained:
-        biases = {(name, bias): bias.nbytes for name, bias in model.named_buffers() if name.endswith('router.bias')}
-        parameters = processes.progress(f'loading {run.config.init_from}', parameters | biases)
+        sizes = {(name, tensor): tensor.nbytes for name, tensor in tensors_with_values(model)}
+        parameters = processes.progress(f'loading {run.config.init_from}', sizes)
     for name, parameter in parameters:
         value = run.share.initial_value(model, name, parameter, run.config.seed, run.device)
         if isinstance(parameter, DTensor):

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layout import WHOLE
-from model import GPT
+from model import GPT, tensors_with_values
 from runtime import checkpoint
 from runtime.kept import folder_of_language
 from system import devices
@@ -180,7 +180,7 @@ class Opened:
         elif self.model_config:
             weights = self.weights()
             with torch.no_grad():
-                for name, parameter in model.named_parameters():
+                for name, parameter in tensors_with_values(model):
                     value = weights[name].to(parameter.device)
                     if isinstance(parameter, DTensor):
                         mesh = parameter.device_mesh, parameter.placements

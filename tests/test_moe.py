@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many, run_ranks
+from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many, run_ranks, run_script
 from outputs import assert_same_rows, assert_same_weights, column, tensors_of
 from precision import MARGIN, apart, assert_as_close_to_float64, assert_same_run, error, gap_of_choice, in_float64
 from router_weights import first_weights, let_tokens_choose
@@ -26,6 +26,7 @@ from huggingface import convert
 from model import GPT, ModelConfig
 from optim import balance_experts
 from runtime.meter import router_metrics
+from runtime.opened import open_model
 
 VOCAB_SIZE = 67  # padded to 128
 SMALL = {'arch': 'qwen3', 'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'vocab_size': VOCAB_SIZE, 'block_size': 24}
@@ -483,6 +484,18 @@ def test_balance_matters(data_dir, tmp_path):
     assert sum(violations['aux'][8:]) < sum(violations['without'][8:])
 
 
+def test_a_run_that_begins_with_an_export_has_its_biases(runs, data_dir, tmp_path):
+    """Of softmax with biases transformers has no class, so model.py reads the export."""
+    run_script('export_model.py', f'--out_dir={runs / "biased"}', f'--to={tmp_path}/model', f'--data_dir={data_dir}')
+    export = open_model(f'{tmp_path}/model')
+    model = GPT(export.model_config)
+    export.fill(model)
+    tensors = tensors_of(runs / 'biased' / 'checkpoints' / 'step_00000008')
+    for number, router in enumerate(model.routers, start=1):
+        bias = tensors[f'model.blocks.{number}.mlp.router.bias']
+        assert bias.any() and torch.equal(router.bias, bias)
+
+
 def test_checkpoints_have_the_load_and_experts_as_rows(runs):
     tensors = tensors_of(runs / 'fsdp by hand' / 'checkpoints' / 'step_00000008')
     names = [name for name in tensors if name.startswith('model.blocks.1.mlp.')]
@@ -552,6 +565,7 @@ def test_each_replica_goes_on_with_its_own_load(data_dir, tmp_path):
         ({'experts_per_token': 0}, 'experts_per_token=0: expected 1 to 8'),
         ({'expert_groups': 3}, 'expert_groups=3: use one of 1, 2, 4'),
         ({'expert_groups': 8}, 'expert_groups=8: use one of 1, 2, 4'),
+        ({'n_experts': 2**40, 'expert_groups': 3}, 'expert_groups=3: use one of 1, 2, 4, '),  # in no time
         (GROUPS | {'groups_per_token': 1}, 'groups_per_token=1 with .*: expected 2 to 4'),
         ({'groups_per_token': 2}, 'groups_per_token=2 with .*: expected 1 to 1'),
         ({'dense_layers': 2}, 'dense_layers=2 with n_layer=2: expected 0 to 1'),

@@ -14,7 +14,7 @@ from short import slow_but
 
 from huggingface import native
 from huggingface.pretrained import Pretrained
-from model import GPT
+from model import GPT, tensors_with_values
 
 LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 5e4, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 LLAMA3 |= {'original_max_position_embeddings': 32}
@@ -91,8 +91,7 @@ def native_model(folder, block_size=None):
     weights = native.Weights(pretrained, model_config)
     model = GPT(model_config)
     with torch.no_grad():
-        biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith('router.bias')]
-        for name, tensor in [*model.named_parameters(), *biases]:
+        for name, tensor in tensors_with_values(model):
             tensor.copy_(weights.initial_value(name))
     return pretrained, model.eval()
 
