@@ -111,6 +111,9 @@ def shard(
 def check_blocks(model, blocks):
     """Raise ValueError unless `blocks` lists, each once, all modules of the model that are of the same types."""
     listed = [module for modules in blocks for module in modules]
+    for number, modules in enumerate(blocks):
+        if not any(True for module in modules for _ in module.parameters()):
+            raise ValueError(f'block {number} has no parameters, so nothing to shard: leave it out of blocks')
     kinds = {type(module) for module in listed}
     inside = {inner for module in listed for inner in module.modules() if inner is not module}
     wanted = [module for module in model.modules() if type(module) in kinds and module not in inside]

@@ -43,8 +43,8 @@ class Config(Keys, TaskKeys, ShardingKeys):
     num_iterations = 1  # updates from the same answers: more = cheaper, and further from what has written them [>= 1]
     sampled_logps: Literal['log', 'old', 'tis'] = 'log'  # compare only; as old_logps in the ratio; as weights (TIS)
     # grpo [result]
-    epsilon = 0.2  # num_iterations: a token's probability may fall by this share, then it is left alone [> 0, < 1]
-    epsilon_high = 0.28  # num_iterations: it may rise by this share [> 0]
+    epsilon = 0.2  # of ratios: a token's probability may fall by this share, then it is left alone [> 0, < 1]
+    epsilon_high = 0.28  # of ratios: it may rise by this share [> 0]
     # strategy
     strategy: Literal['ddp', 'fsdp'] = 'ddp'  # each rank holds the whole model, or a slice of each weight [per job]
     # fsdp [per job]

@@ -159,7 +159,7 @@ def open_prompts(run):
 class Answer(NamedTuple):
     prompt: int  # its number
     ids: list  # what was drawn, with the token that ended it
-    logps: list  # the log-probability of each of them, as it was drawn
+    logps: list  # the log-probability of each of them, as it was drawn; [] in a script without rewards
     text: str  # without what ended it
     reward: float | None  # None in a script without rewards
     is_cut: bool  # it was still going on after max_new_tokens
@@ -205,7 +205,7 @@ def answers_to(asked, model, prompts, config):
             model, [requests[place].tokens for place in places], longest, stop_tokens, temperature=config.temperature,
             generators=[generator_of(config.seed, asked[place][1]) for place in places],
             stop=functools.partial(generating.ends, stop=stop, encoder=prompts.encoder) if stop else None,
-            keep_stop=True, logps=logps,
+            keep_stop=True, logps=logps if prompts.is_judged else None,
         )  # fmt: skip
         for place, *drawn in zip(places, found, logps, strict=True):
             answers[place] = answer_of(prompts, asked[place][0], *drawn, stop, stop_tokens)
@@ -258,9 +258,9 @@ class Record:
         self.facts, values = [*facts], [*facts.values()]
         sums = [value.detach().double().sum() for value in values]
         self.of_tokens = self.of_tokens + torch.stack([*sums, sums[0].new_tensor(len(values[0]))])
-        for name, values in (largest or {}).items():
-            before = self.largest.get(name, values.new_zeros(1))
-            self.largest[name] = torch.cat([before, values]).amax(0, keepdim=True)
+        for name, numbers in (largest or {}).items():
+            before = self.largest.get(name, numbers.new_zeros(1))
+            self.largest[name] = torch.cat([before, numbers]).amax(0, keepdim=True)
 
     def row(self, step, groups):
         """The numbers of a step for metrics.jsonl; also writes down the first group. Collective."""

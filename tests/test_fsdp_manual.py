@@ -488,6 +488,7 @@ def mesh():
         (Pair, lambda m: [], {}, '0 modules'),
         (Pair, lambda m: [m, m.first, m.second], {}, 'inside of another'),
         (Pair, lambda m: [nn.Linear(4, 4)], {}, '1 modules (Linear): '),
+        (Pair, lambda m: [m.first, nn.Identity()], {}, 'block 1 has no parameters'),
         (lambda: Pair(tied=True), lambda m: [m.first, m.second], {}, 'second.weight is tied '),
         (lambda: Pair(scalar=True), lambda m: [m.first, m.second], {}, 'temperature '),
         (Pair, lambda m: [m.first, m.second], {'compute_dtype': torch.float8_e4m3fn}, 'float8_e4m3fn'),
