@@ -13,7 +13,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many, run_ranks, run_script
 from outputs import assert_same_rows, assert_same_weights, column, tensors_of
-from precision import MARGIN, apart, assert_as_close_to_float64, assert_same_run, error, gap_of_choice, in_float64
+from precision import (
+    FLOAT32,
+    MARGIN,
+    apart,
+    assert_as_close_to_float64,
+    assert_same_run,
+    error,
+    gap_of_choice,
+    in_float64,
+    of_draws,
+)
 from router_weights import first_weights, let_tokens_choose
 from short import slow_but
 from torch.utils.flop_counter import FlopCounterMode
@@ -92,7 +102,7 @@ def pooled_balance(chosen, logits, n_experts):
 @pytest.mark.parametrize('name, shape', OF_CLASS)
 def test_logits_gradients_and_balancing_loss_equal_transformers(name, shape):
     transformers = pytest.importorskip('transformers')
-    ours, x = make_model(**shape).eval(), make_tokens(3)
+    ours = make_model(**shape).eval()
     for router in ours.routers:
         if router.bias is not None:  # it changes choices, and comes near no tie
             router.bias.copy_(0.02 * torch.arange(router.n_experts).roll(3))
@@ -101,33 +111,46 @@ def test_logits_gradients_and_balancing_loss_equal_transformers(name, shape):
     theirs.set_experts_implementation('eager')  # grouped_mm takes no odd sizes
     theirs.load_state_dict(convert.to_transformers(ours.state_dict(), ours.config))
     has_loss = name != 'Dots1ForCausalLM'  # whose class has no balancing loss
-    expected, said = theirs(input_ids=x, labels=x, **({'output_router_logits': True} if has_loss else {})), []
+    said = []
     for block in ours.blocks[ours.config.dense_layers :]:
         block.mlp.register_forward_hook(lambda module, args, output: said.append(output[1]))
-    logits = ours(x)
-    chosen, router_logits = zip(*said, strict=True)
-    assert gap_of_choice(torch.stack(router_logits), ours.config.experts_per_token) > MARGIN
-    assert error(logits, expected.logits) <= apart()
-    if has_loss:
-        assert error(pooled_balance(chosen, router_logits, ours.config.n_experts), expected.aux_loss) <= apart()
-    factor = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-    (logits * factor).sum().backward()
-    gradients = {key: parameter.grad for key, parameter in ours.named_parameters()}
-    gradients = convert.to_transformers(gradients, ours.config)
-    in_fp32 = gradients_of_class(theirs, x, factor)
+
+    def of_ours(draw):
+        said.clear()
+        ours.zero_grad()
+        x, factor = make_tokens(3, seed=draw), randn_of_logits(draw)
+        logits = ours(x)
+        expected = theirs(input_ids=x, labels=x, **({'output_router_logits': True} if has_loss else {}))
+        chosen, router_logits = zip(*said, strict=True)
+        assert gap_of_choice(torch.stack(router_logits), ours.config.experts_per_token) > MARGIN
+        assert error(logits, expected.logits) <= apart()
+        if has_loss:
+            assert error(pooled_balance(chosen, router_logits, ours.config.n_experts), expected.aux_loss) <= apart()
+        (logits * factor).sum().backward()
+        gradients = {key: parameter.grad.clone() for key, parameter in ours.named_parameters()}
+        return convert.to_transformers(gradients, ours.config)
+
+    found, in_fp32 = of_draws(of_ours), of_draws(lambda draw: gradients_of_class(theirs, draw))
+    theirs.double()
     with in_float64():
-        exact = gradients_of_class(theirs.double(), x, factor.double())
+        exact = of_draws(lambda draw: gradients_of_class(theirs, draw))
     largest = max(gradient.norm() for gradient in exact.values())
     kept = [key for key, gradient in exact.items() if gradient.norm() > 1e-6 * largest]
     # Of a router it is 0 if its one expert has the weight 1 in any case, and nearly so if its sigmoids are near 0 or 1;
     # of a bias of keys it is small.
     assert all(key.endswith(('k_proj.bias', 'mlp.gate.weight')) for key in exact.keys() - {*kept})
-    assert_as_close_to_float64(*({key: of[key] for key in kept} for of in (gradients, in_fp32, exact)))
+    assert_as_close_to_float64(*({key: of[key] for key in kept} for of in (found, in_fp32, exact)))
 
 
-def gradients_of_class(model, x, factor):
+def randn_of_logits(draw):
+    """What logits of make_tokens(3) are multiplied with: the same numbers in every dtype."""
+    generator = torch.Generator().manual_seed(100 + draw)
+    return torch.randn((3, 24, VOCAB_SIZE), generator=generator, dtype=FLOAT32)
+
+
+def gradients_of_class(model, draw):
     model.zero_grad()
-    (model(input_ids=x).logits * factor).sum().backward()
+    (model(input_ids=make_tokens(3, seed=draw)).logits * randn_of_logits(draw)).sum().backward()
     return {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
 
 
