@@ -32,7 +32,13 @@ def names_of(item):
 
 def pytest_addoption(parser):
     parser.addoption('--five-minutes', action='store_true', help='the tests in tests/five_minutes.txt alone')
-    parser.addoption('--slow-part', help='K/N: of the slow tests those of every Nth file alone, from the Kth on')
+    parser.addoption('--part', help='K/N: the tests of every Nth file alone, from the Kth on')
+    parser.addoption('--slow-part', help='K/N: the same for the slow tests; all others run')
+
+
+def is_of(item, part):
+    k, n = map(int, part.split('/'))
+    return zlib.crc32(item.path.name.encode()) % n == k % n
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m and -k leave tests out
@@ -41,10 +47,10 @@ def pytest_collection_modifyitems(config, items):
     left_out = set()
     if config.getoption('five_minutes'):
         left_out |= {item for item in items if not names_of(item) & {*FIVE_MINUTES}}
+    if part := config.getoption('--part'):
+        left_out |= {item for item in items if not is_of(item, part)}
     if part := config.getoption('--slow-part'):
-        k, n = map(int, part.split('/'))
-        slow = {item for item in items if item.get_closest_marker('slow')}
-        left_out |= {item for item in slow if zlib.crc32(item.path.name.encode()) % n != k % n}
+        left_out |= {item for item in items if item.get_closest_marker('slow') and not is_of(item, part)}
     config.hook.pytest_deselected(items=[*left_out])
     order = {file: number for number, file in enumerate(dict.fromkeys(map(file_of, FIVE_MINUTES)))}
     items[:] = [item for item in items if item not in left_out]

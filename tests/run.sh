@@ -4,7 +4,7 @@
 #     bash tests/run.sh                       # some 6 minutes on two cores: every lesson, and every script but DeepSpeed's
 #     bash tests/run.sh --more                # 15 to 30 minutes: all tests but those that are marked slow
 #     bash tests/run.sh --full                # all tests
-#     bash tests/run.sh --full=1/6            # --more, and the slow tests of a sixth of the files: what CI runs, in turns
+#     bash tests/run.sh --full=1/12           # --more, and the slow tests of a twelfth of the files: what CI runs, in turns
 #     bash tests/run.sh tests/test_smoke.py   # any other argument goes to pytest, which then chooses among those of --more
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
