@@ -439,7 +439,9 @@ class ShardedModel(nn.Module):
                 self.unshard(unit)
             if not self.in_backward:  # else activation checkpointing computes this forward again
                 self.prefetch_blocks(index, 1)
-            if torch.is_grad_enabled() and (inputs := differentiable((args, kwargs))):
+            # Not leaves, such as a parameter of the root: they may get theirs in the middle of the block's backward.
+            inputs = [tensor for tensor in differentiable((args, kwargs)) if tensor.grad_fn]
+            if torch.is_grad_enabled() and inputs:
                 register_multi_grad_hook(inputs, after_backward, mode='any')
 
         def after_forward(module, args, kwargs, output):

@@ -32,7 +32,7 @@ numerics=(
     tests/test_moe.py
     tests/test_layouts.py::test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process
     "${f}parameters_that_are_unused_in_some_steps_or_on_some_ranks"
-    "${f}blocks_of_one_weight"
+    "${f}blocks_between_vectors"
     tests/test_diloco.py::test_every_step_is_that_of_the_loop_in_one_process
     tests/test_train_diloco.py::test_losses_weights_and_health_are_those_of_diloco_by_hand
     tests/test_train_diloco.py::test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal

@@ -286,31 +286,41 @@ def state_stays_usable():
 class HandsOn(nn.Linear):
     """A block that hands on what the first one has given beside its output, as a value residual does."""
 
-    def forward(self, x, given=None):
+    def forward(self, x, scale, given=None):
         y = super().forward(x)
-        return (torch.tanh(y), y) if given is None else (torch.tanh(y + given), given)
+        return (torch.tanh(y) * scale, y) if given is None else (torch.tanh(y + given) * scale, given)
+
+
+class Scaled(nn.Sequential):
+    """A block that ends with a parameter of the root, whose gradient is there before those of the block's weights."""
+
+    def __init__(self, *sizes, bias):
+        super().__init__(nn.Linear(*sizes, bias), nn.Linear(*sizes, bias))
+
+    def forward(self, x, scale, given=None):
+        return torch.tanh(super().forward(x)) * scale, given
 
 
 class Plain(nn.Module):
-    """Blocks of one weight each, between vectors: a gather needs no untangling, and must not enter a room too early."""
+    """Blocks between vectors. A gather of one weight needs no untangling, and must not enter a room too early."""
 
-    def __init__(self):
+    def __init__(self, block):
         super().__init__()
         torch.manual_seed(4)
-        self.blocks = nn.ModuleList(HandsOn(48, 48, bias=False) for _ in range(4))
-        self.scale = nn.Parameter(torch.rand(48))
+        self.blocks = nn.ModuleList(block(48, 48, bias=False) for _ in range(4))
+        self.scale, self.of_blocks = nn.Parameter(torch.rand(48)), nn.Parameter(torch.rand(48))
 
     def forward(self, x):
         x, given = x * self.scale, None
         for block in self.blocks:
-            x, given = block(x, given)
+            x, given = block(x, self.of_blocks, given)
         return x
 
 
-def plain_blocks(prefetch):
-    """How many times as far from float64 as in one process output and gradients are with blocks of one weight."""
-    model, sharded, exact = Plain(), Plain(), Plain().double()
-    fsdp_manual.shard(sharded, sharded.blocks, make_mesh(1), prefetch=prefetch)
+def plain_blocks(block, zero_stage, prefetch=1):
+    """How many times as far from float64 as in one process output and gradients are with such blocks."""
+    model, sharded, exact = Plain(block), Plain(block), Plain(block).double()
+    fsdp_manual.shard(sharded, sharded.blocks, make_mesh(1), zero_stage=zero_stage, prefetch=prefetch)
     inputs = torch.randn(dist.get_world_size(), 512, 48, generator=torch.Generator().manual_seed(1))
     expected, in_double = model(inputs), exact(inputs.double())
     expected.square().mean().backward()
@@ -331,7 +341,8 @@ def run_cases():
     results = {}
     results['partial'] = unused_parameters()
     results['usable'] = state_stays_usable()
-    results['plain'] = [plain_blocks(prefetch) for prefetch in (0, 1, 2)]
+    results['plain'] = [plain_blocks(HandsOn, 3, prefetch) for prefetch in (0, 1, 2)]
+    results['plain'] += [plain_blocks(Scaled, zero_stage) for zero_stage in (3, 2)]
     if world_size == 2:
         results['all_reduces'] = count_all_reduces()
     if world_size == 3:
@@ -439,7 +450,7 @@ def test_parameters_that_are_unused_in_some_steps_or_on_some_ranks(ranks, world_
 
 
 @pytest.mark.parametrize('world_size', SIZES)
-def test_blocks_of_one_weight(ranks, world_size):
+def test_blocks_between_vectors(ranks, world_size):
     assert max(ranks[world_size][0]['plain']) <= TIMES
 
 
