@@ -116,13 +116,6 @@ def head_in_blocks(config):
     return config['vocab_size'] * C / block
 
 
-def blocks_of_stages(config):
-    """[number of blocks] of each stage: the sum over its parts."""
-    stages, chunks = config['pipeline_stages'], config.get('pipeline_chunks', 1)
-    blocks = blocks_of_parts(config, stages * chunks)
-    return [sum(blocks[stage::stages]) for stage in range(stages)]
-
-
 # --- what a stage does when -------------------------------------------------------------------------------------------
 
 

@@ -328,17 +328,11 @@ def put_back_bfloat16(path, names, weights):
                 raise ValueError(f'{more}: use --frozen_dtype=float32')
 
 
-def load_weights(path, names=None):
-    """({name: full tensor on the CPU}, state) of a checkpoint, in one process and without a process group.
-
-    names: read only these; None = all. Raises ValueError for a name that the checkpoint lacks.
-    """
+def load_weights(path):
+    """({name: full tensor on the CPU}, state) of a checkpoint, in one process and without a process group."""
     index = read_index(path)
     saved = [key.removeprefix('model.') for key in index if key.startswith('model.')]
-    for name in names or ():
-        if name not in saved:
-            raise ValueError(f'checkpoint {path} has no weight {name}; it has {", ".join(saved[:3])}, ...')
-    weights = {name: index[f'model.{name}'].empty() for name in names or saved}
+    weights = {name: index[f'model.{name}'].empty() for name in saved}
     read_into(path, index, {f'model.{name}': tensor for name, tensor in weights.items()})
     return weights, read_json(f'{path}/state.json', {'step': int})
 
