@@ -61,10 +61,10 @@ def check(keys, layout, shape):
     given = f'expert_parallel={layout.expert}'
     n_experts = shape.n_experts if isinstance(shape, ModelConfig) else 0
     if not n_experts and not isinstance(shape, ModelConfig):
-        way = 'use --native=True, or ' if shape.arch in ('qwen2_moe', 'qwen3_moe', 'dots1') else ''
+        way = 'use --native=True, or ' if shape.arch in ('qwen2_moe', 'qwen3_moe', 'dots1', 'glm4_moe') else ''
         raise ValueError(
-            f'{given} with init_from={keys["init_from"]}: of mixtures model.py computes those of Qwen2, Qwen3 and '
-            f'dots.llm1: {way}leave it at 1, FSDP shards all weights'
+            f'{given} with init_from={keys["init_from"]}: of mixtures model.py computes those of Qwen2, Qwen3, '
+            f'dots.llm1 and GLM-4.5: {way}leave it at 1, FSDP shards all weights'
         )
     if not n_experts:
         raise ValueError(f'{given} with n_experts=0: there are none to divide: leave it at 1, or take a mixture')

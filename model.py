@@ -87,6 +87,7 @@ class ModelConfig:
     qkv_bias: bool = False  # biases for queries, keys and values although `bias` is False: Qwen2
     tie_embeddings: bool | None = None
     rope_theta: float | None = None
+    rotary_share: float = 1.0  # of each head's dimensions: the first ones rotate, the others stay (GLM-4.5: 0.5)
     yarn: list | None = None  # [factor, block_size before]: the context is extended by this factor, see check_yarn()
     llama3_rope: list | None = None  # Llama 3.1 and later: [factor, low, high, tokens before], see llama3_frequencies()
     positions: int | None = None  # gpt2: rows of the learned positions, block_size of them or more; None = block_size
@@ -174,8 +175,10 @@ class ModelConfig:
         self.rope_theta = self.rope_theta or (1e6 if self.arch == 'qwen3' else 1e4)
         self.norm_eps = self.norm_eps or (1e-6 if self.arch == 'qwen3' and not self.attention_gate else 1e-5)
 
-        if self.arch != 'gpt2' and self.head_dim % 2:
-            raise ValueError(f'head_dim={self.head_dim}: expected an even number, since RoPE rotates pairs')
+        rotated = int(self.head_dim * self.rotary_share)
+        if self.arch != 'gpt2' and (rotated % 2 or not 0 < rotated <= self.head_dim):
+            share = '' if self.rotary_share == 1 else f' with rotary_share={self.rotary_share}, so {rotated} of them'
+            raise ValueError(f'head_dim={self.head_dim}{share}: expected an even number, since RoPE rotates pairs')
         if self.arch == 'gpt2' and self.yarn:
             raise ValueError(f'yarn={self.yarn}: the positions of gpt2 are learned, and those beyond are not')
         check_yarn(self.yarn, self.block_size)
@@ -334,7 +337,8 @@ class RotaryEmbedding:
     """
 
     def __init__(self, config):
-        self.head_dim, self.theta, self.block_size = config.head_dim, config.rope_theta, config.block_size
+        self.dim = int(config.head_dim * config.rotary_share)  # D in here: a head's other dimensions stay as they are
+        self.theta, self.block_size = config.rope_theta, config.block_size
         self.yarn, self.llama3_rope = config.yarn, config.llama3_rope
         self.pairs, self.pair_dim = ((-1, 2), -1) if config.arch == 'enoki' else ((2, -1), -2)  # D -> D/2 pairs
         self.cos_sin = None  # (2, block_size, D/2)
@@ -342,7 +346,7 @@ class RotaryEmbedding:
     def prepare(self, device):
         """Compute the table on `device`, once. It is called outside of the blocks, because these may be compiled."""
         if self.cos_sin is None or self.cos_sin.device != device:
-            period = self.theta ** (torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim)
+            period = self.theta ** (torch.arange(0, self.dim, 2, device=device).float() / self.dim)
             frequency = 1.0 / period  # (D/2)
             if self.yarn:
                 frequency = yarn_frequencies(period, self.theta, *self.yarn)
@@ -360,6 +364,9 @@ class RotaryEmbedding:
         On a GPU tokens lie before heads in memory, too: attention's result then lies as the next layer wants it, and is
         not copied. A CPU attends faster with heads before tokens.
         """
+        if x.shape[-1] > self.dim:
+            x, rest = x[..., : self.dim], x[..., self.dim :]
+            return torch.cat((self.rotate(x, cos_sin), rest), -1)
         if x.is_cpu:
             x, cos_sin = x.transpose(1, 2), cos_sin.transpose(-3, -2)
         cos, sin = cos_sin.unbind()

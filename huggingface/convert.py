@@ -72,7 +72,9 @@ EXPERT_KEYS |= {'expert_hidden_dim': 'moe_intermediate_size', 'router_normalize'
 QWEN2_MOE_KEYS = EXPERT_KEYS | {'shared_expert_dim': 'shared_expert_intermediate_size', 'qkv_bias': 'qkv_bias'}
 DOTS1_KEYS = EXPERT_KEYS | {'n_experts': 'n_routed_experts', 'router_scale': 'routed_scaling_factor'}
 DOTS1_KEYS |= {'dense_layers': 'first_k_dense_replace', 'expert_groups': 'n_group', 'groups_per_token': 'topk_group'}
-KEYS_OF_MIXTURES = {'qwen3_moe': EXPERT_KEYS, 'qwen2_moe': QWEN2_MOE_KEYS, 'dots1': DOTS1_KEYS}
+GLM4_MOE_KEYS = DOTS1_KEYS | {'qkv_bias': 'attention_bias'}
+KEYS_OF_MIXTURES = {'qwen3_moe': EXPERT_KEYS, 'qwen2_moe': QWEN2_MOE_KEYS}
+KEYS_OF_MIXTURES |= {'dots1': DOTS1_KEYS, 'glm4_moe': GLM4_MOE_KEYS}
 
 
 def is_in_transformers(model_config):
@@ -85,6 +87,8 @@ def is_in_transformers(model_config):
         return model_config.bias and usual_heads and model_config.n_kv_head == model_config.n_head
     if model_config.n_experts:
         return class_of_experts(model_config) is not None
+    if model_config.rotary_share != 1:
+        return False
     if model_config.arch == 'qwen3':
         return not model_config.bias and not model_config.attention_gate
     return model_config.arch == 'llama'
@@ -92,16 +96,20 @@ def is_in_transformers(model_config):
 
 def class_of_experts(model_config):
     """The model_type of transformers' class that computes a mixture, or None. DeepSeek-V3's experts stand beside an
-    attention that model.py lacks; dots.llm1 has them beside that of Qwen3."""
+    attention that model.py lacks; dots.llm1 has them beside that of Qwen3, GLM-4.5 beside either of model.py's."""
     has_softmax = model_config.router_scores == 'softmax' and model_config.router_scale == 1
     has_softmax = has_softmax and not model_config.router_bias and model_config.expert_groups == 1
+    has_softmax = has_softmax and model_config.rotary_share == 1
     shared, has_gate = model_config.shared_expert_dim, model_config.shared_expert_gate
-    if model_config.arch == 'llama':
-        return 'qwen2_moe' if has_softmax and shared and has_gate else None
     if model_config.attention_gate:
         return None
     if model_config.router_scores == 'sigmoid':
-        return 'dots1' if shared and shared % model_config.expert_hidden_dim == 0 and not has_gate else None
+        if not shared or shared % model_config.expert_hidden_dim or has_gate:
+            return None
+        is_dots = model_config.arch == 'qwen3' and model_config.rotary_share == 1 and not model_config.qkv_bias
+        return 'dots1' if is_dots else 'glm4_moe'
+    if model_config.arch == 'llama':
+        return 'qwen2_moe' if has_softmax and shared and has_gate else None
     return 'qwen3_moe' if has_softmax and not shared else None
 
 
@@ -241,9 +249,13 @@ def config_to_transformers(model_config):
     if model_config.n_experts:
         kind = class_of_experts(model_config)
         keys |= {theirs: getattr(model_config, ours) for ours, theirs in KEYS_OF_MIXTURES[kind].items()}
-        if kind == 'dots1':
-            shared = model_config.shared_expert_dim // model_config.expert_hidden_dim
-            return transformers.Dots1Config(n_shared_experts=shared, sliding_window=None, **keys)
+        if model_config.router_scores == 'sigmoid':
+            keys['n_shared_experts'] = model_config.shared_expert_dim // model_config.expert_hidden_dim
+            if kind == 'dots1':
+                return transformers.Dots1Config(sliding_window=None, **keys)
+            keys['rope_parameters']['partial_rotary_factor'] = model_config.rotary_share
+            keys['num_nextn_predict_layers'] = 0  # layers for further tokens ahead
+            return transformers.Glm4MoeConfig(use_qk_norm=arch == 'qwen3', **keys)
         keys['router_aux_loss_coef'] = model_config.router_aux  # of their loss, which computes the load itself
         keys['mlp_only_layers'] = [*range(model_config.dense_layers)]
         return (transformers.Qwen2MoeConfig if kind == 'qwen2_moe' else transformers.Qwen3MoeConfig)(**keys)

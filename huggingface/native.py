@@ -6,10 +6,10 @@ The model of a Hugging Face folder, computed by model.py instead of `transformer
     line = self_test(pretrained, model_config)      # checks that logits equal those of transformers' class
     weights = weights_for_transformers(weights, state)   # a checkpoint's, under transformers' names
 
-model.py computes the same as transformers for GPT-2, Llama, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, dots.llm1 and models of
-their architecture (SmolLM2, Mistral, ...). Everything that works on models of model.py then works on these: tensor
-parallelism, pipelines, the compiled loss. out_dir/model keeps their configuration and tokenizer, as for every
-fine-tuned model, and checkpoints have model.py's names.
+model.py computes the same as transformers for GPT-2, Llama, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, dots.llm1, GLM-4.5
+and models of their architecture (SmolLM2, Mistral, ...). Everything that works on models of model.py then works on
+these: tensor parallelism, pipelines, the compiled loss. out_dir/model keeps their configuration and tokenizer, as for
+every fine-tuned model, and checkpoints have model.py's names.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from system.files import read_json
 
 # transformers' architectures -> the architecture of model.py that computes the same, under the conditions below.
 SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'granite': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
-SAME_AS |= {'qwen2_moe': 'llama', 'qwen3_moe': 'qwen3', 'dots1': 'qwen3'}
+SAME_AS |= {'qwen2_moe': 'llama', 'qwen3_moe': 'qwen3', 'dots1': 'qwen3', 'glm4_moe': 'llama'}
 # What other architectures have and model.py lacks.
 HAVE = {
     'cohere': 'logits that are scaled, and attention and MLP side by side',
@@ -108,6 +108,9 @@ def model_config_of(pretrained):
     keys['rope_theta'] = found['rope_theta']
     keys['bias'] = bool(found.get('attention_bias', False))
     keys['qkv_bias'] = pretrained.arch == 'qwen2' or bool(found.get('qkv_bias', False))
+    if pretrained.arch == 'glm4_moe':
+        keys |= {'arch': 'qwen3' if config.use_qk_norm else 'llama', 'bias': False}  # qkv_bias is its attention_bias
+        keys['rotary_share'] = found.pop('partial_rotary_factor', 1.0)
     take(found, {'mlp_bias': (keys['bias'],), 'partial_rotary_factor': (1.0,)})
     if arch == 'qwen3':
         take(found, {'attention_bias': (False,)})
@@ -116,8 +119,12 @@ def model_config_of(pretrained):
         take(found | {'mlp_only_layers': dense}, EXPERTS_TAKE | {'mlp_only_layers': ([*range(len(dense))],)})
         keys |= {'dense_layers': len(dense), 'shared_expert_gate': pretrained.arch == 'qwen2_moe'}
         keys |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
-        if pretrained.arch == 'dots1':
+        if pretrained.arch in ('dots1', 'glm4_moe'):
             keys['router_scores'] = 'sigmoid'
+            if not config.n_shared_experts:
+                raise ValueError(
+                    f'{given} has n_shared_experts={config.n_shared_experts}, expected 1 or more: {INSTEAD}'
+                )
             keys['shared_expert_dim'] = config.n_shared_experts * config.moe_intermediate_size
     window = getattr(config, 'sliding_window', None) or math.inf  # Qwen3's is None if it is not used
     if window < pretrained.block_size:

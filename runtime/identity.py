@@ -81,7 +81,7 @@ def check_resume(saved, keys, identity, explicit):
     of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0, 'logit_softcap': None, 'window_pattern': None}
     of_earlier_versions |= {'shared_expert_dim': 0, 'shared_expert_gate': False, 'router_scores': 'softmax'}
     of_earlier_versions |= {'router_normalize': True, 'router_scale': 1.0, 'dense_layers': 0}
-    of_earlier_versions |= {'expert_groups': 1, 'groups_per_token': 1}
+    of_earlier_versions |= {'expert_groups': 1, 'groups_per_token': 1, 'rotary_share': 1.0}
     then['model'] = {**of_earlier_versions, **then.get('model', {})}
     refuse_another(then, {**identity, 'data': now_is}, keys, explicit)
     if step > keys['max_iters'] and not keys['eval_only']:

@@ -35,6 +35,7 @@ MORE_MODELS = {  # only on 2 ranks: classes that get this project's attention, a
     'phi3': ('Phi3Config', SIZES | {'sliding_window': 8, 'pad_token_id': 0}),
     'qwen3_moe': ('Qwen3MoeConfig', SIZES | EXPERTS | {'head_dim': 16}),
     'dots1': ('Dots1Config', SIZES | DOTS1),
+    'glm4_moe': ('Glm4MoeConfig', SIZES | DOTS1 | {'use_qk_norm': True, 'attention_bias': True}),
     'qwen2_moe': ('Qwen2MoeConfig', SIZES | EXPERTS | {'shared_expert_intermediate_size': 24}),
     'smollm3': ('SmolLM3Config', SIZES | {'pad_token_id': 0}),
     'starcoder2': ('Starcoder2Config', SIZES | {'sliding_window': 8}),

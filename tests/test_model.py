@@ -694,6 +694,7 @@ GENERATING_MODELS = [{'arch': arch, 'tie_embeddings': False} for arch in ARCHITE
     {'arch': 'qwen3', 'attention_gate': True, 'n_kv_head': 2, 'head_dim': 6},
     {'arch': 'llama', 'n_kv_head': 2, **NEAR},
     {'arch': 'gpt2', **NEAR},
+    {'arch': 'llama', 'rotary_share': 0.4},
 ]
 PROMPTS = [[1, 2, 3, 4, 5], [17], [6, 5, 4, 3, 2, 1, 0, 9]]  # 24 is the block_size
 
@@ -796,6 +797,7 @@ STARTS = torch.tensor([[0, 5, 17, 18], [0, 24, 24, 24], [0, 1, 21, 24]])
 
 SHAPES = {arch: {'arch': arch} for arch in ARCHITECTURES}
 SHAPES |= {'gated': {'arch': 'qwen3', 'attention_gate': True}, 'windows': {'arch': 'llama', **NEAR, 'window_size': 9}}
+SHAPES |= {'rotated in part': {'arch': 'qwen3', 'rotary_share': 0.4}}
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -934,6 +936,8 @@ def test_configuration_is_filled_in_from_the_architecture():
         ({'n_layer': 0}, 'n_layer=0: .*1'),
         ({'vocab_size': None}, 'vocab_size=None'),
         ({'arch': 'llama', 'head_dim': 7}, 'head_dim=7: .*even'),
+        ({'arch': 'qwen3', 'rotary_share': 0.5}, 'head_dim=10 with rotary_share=0.5, so 5 of them: .*even'),
+        ({'arch': 'qwen3', 'rotary_share': 1.2}, 'head_dim=10 with rotary_share=1.2, so 12 of them: .*even'),
         ({'attention_gate': True}, 'only qwen3'),
         ({'window_pattern': 'SGL', 'window_size': 8}, 'window_pattern=SGL: .*S .*L .*SSSL'),
         ({'window_pattern': ''}, 'window_pattern=: .*SSSL'),

@@ -89,6 +89,12 @@ OTHERS['Qwen2MoeForCausalLM'].append(QWEN2 | DENSE)
 OTHERS['Dots1ForCausalLM'] += [DEEPSEEK | DENSE, DEEPSEEK | DENSE | {'dense_layers': 2, 'experts_per_token': 3}]
 GROUPS = {'expert_groups': 4, 'groups_per_token': 2, 'experts_per_token': 3}
 OTHERS['Dots1ForCausalLM'] += [DEEPSEEK | GROUPS, DEEPSEEK | GROUPS | {'n_experts': 12, 'experts_per_token': 5}]
+GLM = DEEPSEEK | {'rotary_share': 0.5, 'head_dim': 16, 'qkv_bias': True}
+OTHERS['Glm4MoeForCausalLM'] = [
+    GLM,
+    GLM | DENSE | {'arch': 'llama', 'rotary_share': 0.25},
+    DEEPSEEK | {'arch': 'llama'},
+]
 OF_CLASS = [('Qwen3MoeForCausalLM', shape) for shape in SHAPES]
 OF_CLASS += [(name, shape) for name, shapes in OTHERS.items() for shape in shapes]
 
@@ -110,7 +116,7 @@ def test_logits_gradients_and_balancing_loss_equal_transformers(name, shape):
     assert type(theirs).__name__ == name
     theirs.set_experts_implementation('eager')  # grouped_mm takes no odd sizes
     theirs.load_state_dict(convert.to_transformers(ours.state_dict(), ours.config))
-    has_loss = name != 'Dots1ForCausalLM'  # whose class has no balancing loss
+    has_loss = name not in ('Dots1ForCausalLM', 'Glm4MoeForCausalLM')  # whose classes have no balancing loss
     said = []
     for block in ours.blocks[ours.config.dense_layers :]:
         block.mlp.register_forward_hook(lambda module, args, output: said.append(output[1]))

@@ -19,6 +19,7 @@ from model import GPT, tensors_with_values
 LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 5e4, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 LLAMA3 |= {'original_max_position_embeddings': 32}
 YARN = {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16}
+PART = {'rope_theta': 1e4, 'partial_rotary_factor': 0.5}
 # What these architectures vary in people's folders: heads, biases, rotations, and whether the output head is tied.
 FOLDERS = {
     'llama': ('llama', {}),
@@ -46,6 +47,17 @@ FOLDERS = {
         {'n_routed_experts': 12, 'n_group': 4, 'topk_group': 2, 'num_experts_per_tok': 5},
     ),
     'dots1, windows': ('dots1', {'sliding_window': 8, 'max_window_layers': 2, 'intermediate_size': 57}),
+    'glm4_moe, biases': ('glm4_moe', {}),
+    'glm4_moe, air': ('glm4_moe', {'use_qk_norm': False, 'attention_bias': False, 'norm_topk_prob': False}),
+    'glm4_moe, yarn and groups': (
+        'glm4_moe',
+        {
+            'rope_parameters': YARN | {'partial_rotary_factor': 0.75},
+            'n_routed_experts': 12,
+            'n_group': 4,
+            'topk_group': 2,
+        },
+    ),
     'gpt2': ('gpt2', {}),
     'gpt2, narrow mlp': ('gpt2', {'n_inner': 56, 'activation_function': 'gelu_pytorch_tanh'}),
 }
@@ -148,6 +160,9 @@ CANNOT = {
     'logits of cohere': ('cohere', {}, 'has logits that are scaled'),
     'state space': ('mamba', {}, 'has a state space in place of attention'),
     'dense layers': ('qwen3_moe', {'norm_topk_prob': True, 'mlp_only_layers': [1]}, 'mlp_only_layers=[1]'),
+    'no shared expert': ('dots1', {'n_shared_experts': 0}, 'n_shared_experts=0, expected 1 or more'),
+    'null': ('dots1', {'n_shared_experts': None}, 'n_shared_experts=None, expected 1 or more'),
+    'rotation in part': ('llama', {'rope_parameters': {**PART, 'rope_type': 'default'}}, 'partial_rotary_factor=0.5'),
     'gelu': ('llama', {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     'one bias': ('llama', {'attention_bias': True}, 'mlp_bias=False'),
     'bias': ('qwen3', {'attention_bias': True}, 'attention_bias=True'),
@@ -161,7 +176,9 @@ CANNOT = {
 @pytest.mark.parametrize('name', CANNOT)
 def test_what_model_py_cannot_compute_is_refused_with_the_property(tmp_path, name):
     kind, changes, says = CANNOT[name]
-    folder = save_model(tmp_path, kind, **changes)
+    folder = save_model(tmp_path, kind, **{key: value for key, value in changes.items() if value is not None})
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(config | changes))  # with null, of which a class makes no model
     with pytest.raises(ValueError, match='native=True') as error:
         native.model_config_of(Pretrained(folder))
     assert says in str(error.value) and 'leave native out' in str(error.value)
@@ -218,14 +235,17 @@ LAYOUTS = {
     'manual': (3, 'train_fsdp.py', ['--fsdp_impl=manual']),
     'tensor': (2, 'train_parallel.py', ['--tensor_parallel=2']),
     'pipeline': (2, 'train_pipeline.py', []),  # of three blocks: two and one
+    'context': (2, 'train_parallel.py', ['--context_parallel=2']),
+    'experts': (2, 'train_parallel.py', ['--expert_parallel=2']),
     'diloco': (2, 'train_diloco.py', ['--num_replicas=1', *ALONE]),
 }
-KINDS = ('llama_tied', 'gpt2', 'qwen3_moe', 'qwen2_moe', 'dots1')
+KINDS = ('llama_tied', 'gpt2', 'qwen3_moe', 'qwen2_moe', 'dots1', 'glm4_moe')
 CHANGES = {'qwen3_moe': {'norm_topk_prob': True}}
 KEYS = dict.fromkeys(('qwen2_moe', 'qwen3_moe'), ['--router_aux=1', '--router_z=0.01'])  # or their classes have no loss
-KEYS['dots1'] = []  # its class has none, and model.py adds none unless asked
+KEYS |= {'dots1': [], 'glm4_moe': []}  # their classes have none, and model.py adds none unless asked
+OF_DENSE, OF_EXPERTS = ('tensor', 'pipeline'), ('context', 'experts')
 CASES = [
-    (kind, layout) for kind in KINDS for layout in LAYOUTS if kind not in KEYS or layout not in ('tensor', 'pipeline')
+    (kind, layout) for kind in KINDS for layout in LAYOUTS if layout not in (OF_DENSE if kind in KEYS else OF_EXPERTS)
 ]
 
 
@@ -237,7 +257,8 @@ def runs(tmp_path_factory, has_slow_tests):
     kinds = KINDS if has_slow_tests else KINDS[:1]
     for kind in kinds:
         folder = root / kind / 'model'
-        model = save(folder, 'dots1, biases') if kind == 'dots1' else save_model(folder, kind, **CHANGES.get(kind, {}))
+        has_biases = f'{kind}, biases' in FOLDERS and not KEYS.get(kind)
+        model = save(folder, f'{kind}, biases') if has_biases else save_model(folder, kind, **CHANGES.get(kind, {}))
         keys = [f'--dataset={root / "chats.jsonl"}', '--name=chats', f'--tokenizer={model}', '--val_fraction=0.2']
         fork_script('prepare_data.py', *keys, f'--data_dir={root / kind / "data"}', '--num_proc=1')
     for ranks in (1, 2, 3):
