@@ -141,9 +141,7 @@ if opened.is_tuned and not opened.is_native and (rank == 0 or config.shard != 'n
         raw_model, opened.state, compute_dtype, is_sharded=config.shard != 'none'
     )
 if config.shard == 'none':
-    for parameter in raw_model.parameters():  # cast once, not at every use; buffers (RoPE's frequencies) stay fp32
-        if parameter.is_floating_point():  # nf4 is stored as bytes, which stay
-            parameter.data = parameter.data.to(compute_dtype)
+    devices.cast_parameters(raw_model, compute_dtype)  # once, not at every use
 parameters = raw_model.parameter_counts()['total']
 
 

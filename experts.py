@@ -112,12 +112,12 @@ class Router(Balance):
         return weights if self.scale == 1 else weights * self.scale, chosen, logits
 
     def ranked(self, p):
-        """By what a token chooses, from its scores p (N, E): of experts (N, E), and of their groups (N, G), neighbors.
-        The bias counts here alone. A group counts as much as the best two in it, and experts of other groups than the
-        best are out."""
+        """What a token's choice goes by, from its scores p (N, E): scores of experts (N, E), and of groups (N, G) of
+        consecutive experts, None without groups. The bias counts here alone. A group's score is the sum of the best two
+        in it, and experts outside the best groups are excluded."""
         scores = p if self.bias is None else p + self.bias
         if self.groups == 1:
-            return scores, scores[:, :1]
+            return scores, None
         scores = scores.unflatten(1, (self.groups, -1))
         of_groups = scores.topk(2).values.sum(-1)
         best = of_groups.topk(self.groups_per_token).indices

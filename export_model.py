@@ -101,7 +101,10 @@ transformers.logging.disable_progress_bar()
 
 def change_dtype(model, to):
     """Cast the weights as from_pretrained would: what the class keeps in fp32 stays, and so do RoPE's frequencies."""
-    kept = set() if to == torch.float32 else set(getattr(model, '_keep_in_fp32_modules_strict', None) or ())
+    kept = getattr(model, '_keep_in_fp32_modules_strict', None)
+    if isinstance(model, GPT):
+        kept = convert.kept_in_fp32(model.config)
+    kept = set() if to == torch.float32 else set(kept or ())
     if to == torch.float16:
         kept |= set(getattr(model, '_keep_in_fp32_modules', None) or ())
     kept = [pattern.replace('*', '.*') for pattern in kept]

@@ -37,9 +37,9 @@ well (3). In this code the stage decides how long a block stays whole; see resha
     1  from the first forward of an optimizer step to the last backward
 
 With expert parallelism (expert_manual.py) different ranks hold different experts, so an expert can be sharded only over
-those ranks that hold the same one. They form a mesh of their own, and every block has two units: its experts, and the
-rest. A ShardGroup holds the process group, the room and the buffers for one of the two. The two units of a block are
-gathered and reduced one after the other, and everything said above holds for each.
+those ranks that hold the same one. They form a mesh of their own, and a block with experts has two units: the experts,
+and the rest. A ShardGroup holds the process group, the room and the buffers for one of the two. The two units of a
+block are gathered and reduced one after the other, and everything said above holds for each.
 
 set_requires_gradient_sync() decides where the gradients of several micro-steps add up. With True (the default) each
 micro-step sends its gradients, and a rank keeps the sum of its shard. With False nothing is sent, and every rank keeps
@@ -255,7 +255,7 @@ class ShardGroup:
         self.reduce_buffers = {}
 
     def make_room(self, units, device, shared, prefetch):
-        """Give these units, one of a block, their rooms: a single one for all if it is shared, else one each."""
+        """Give these units, at most one per block, their rooms: a single one for all if it is shared, else one each."""
         self.units, largest = units, max(unit.nbytes for unit in units)
         room = Room(largest, device) if shared else None
         for unit in units:
@@ -383,7 +383,7 @@ class ShardedModel(nn.Module):
     """
 
     def __init__(self, model, meshes, units, root, compute_dtype, zero_stage, prefetch, offload):
-        """meshes: one, or two if every block has two units. units: for each block a list with {parameter: places} of
+        """meshes: one, or two if blocks have two units. units: for each block a list with {parameter: places} of
         each of its units. root: {parameter: places} of each unit of the root."""
         super().__init__()
         self.module, self.zero_stage, self.offload = model, zero_stage, offload

@@ -15,7 +15,8 @@ no tags of its own:
     [per job]   jobs that train together in a pool may each have their own value.
     [model]     the key belongs to what a model is: model.py's ModelConfig has it, or Pretrained of huggingface/. A run
                 resumes only with the same value; a Hugging Face folder has its own, except of what Pretrained takes.
-    [may change] a key of the loss, with which a run may resume at another value, even if it is one of the model.
+    [may change] a key of the loss, with which a run may resume at another value, even if it is one of the model. At 0
+                it adds nothing.
     [path]      a file or folder, or a list of them; a ~ at the beginning stands for the home folder. In any script.
     [>= 0, < 1] the range of a number, or of each number in a list, and the only place where it is checked. In any
                 script. No key takes nan or inf.
@@ -73,7 +74,7 @@ class Keys:
     block_size = 1024  # tokens per sequence [result, model, >= 1]
     # model [result, model]
     init_from = 'scratch'  # or an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job, path]
-    native = False  # run init_from's GPT-2, Llama, Mistral or Qwen in model.py, for pipelines, tensor_parallel [result]
+    native = False  # run init_from in model.py, as tensor_parallel needs: GPT-2, Llama, Mistral, Qwen, GLM-4.5 [result]
     trust_remote_code = False  # run the Python that came with init_from [per job]
     arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # the top of model.py compares them
     heads: int | None = None  # enoki, qwen3: size, learning rate, steps and weight decay by the published rules [>= 1]
@@ -88,8 +89,8 @@ class Keys:
     dense_layers = 0  # first blocks without experts, mlp_hidden_dim wide; DeepSeek-V3: 3 [>= 0, if n_experts]
     experts_per_token = 2  # experts per token, chosen by the router [>= 1, if n_experts]
     expert_hidden_dim: int | None = None  # their width; None = mlp_hidden_dim / experts_per_token [>= 1, if n_experts]
-    expert_groups = 1  # of neighbors: a token first chooses groups; 1 = none; DeepSeek-V3: 8 [>= 1, if n_experts]
-    groups_per_token = 1  # how many of them, then experts within; DeepSeek-V3: 4 [>= 1, if expert_groups > 1]
+    expert_groups = 1  # of consecutive experts, chosen before these; 1 = none; DeepSeek-V3: 8 [>= 1, if n_experts]
+    groups_per_token = 1  # groups that a token chooses; DeepSeek-V3: 4 [>= 1, if expert_groups > 1]
     shared_expert_dim = 0  # width of one more expert, which computes every token; 0 = none [>= 0, if n_experts]
     shared_expert_gate = False  # multiply its output by a sigmoid gate per token (Qwen2-MoE) [if shared_expert_dim]
     router_scores: Literal['softmax', 'sigmoid'] = 'softmax'  # sigmoid: as DeepSeek-V3, with router_bias [if n_experts]

@@ -55,6 +55,7 @@ adam_beta1 adam_beta2 betas: `beta1`, `beta2`; 0.9 and 0.95 by default
 adam_epsilon eps: not here: 1e-8
 label_smoothing_factor neftune_noise_alpha: not here: the loss of a text is plain cross-entropy, without noise
 first_k_dense_replace mlp_only_layers n_dense_layers: `dense_layers`, a number: the first blocks, without experts
+n_shared_experts: `shared_expert_dim`: theirs x expert_hidden_dim
 n_group num_expert_groups: `expert_groups`
 topk_group num_limited_groups: `groups_per_token`
 router_aux_loss_coef: `router_aux`; not in train_dpo.py and train_grpo.py
@@ -141,6 +142,7 @@ mask_truncated_completions: `mask_truncated` of train_grpo.py
 steps_per_generation examples_per_step: `prompts_per_step` of train_grpo.py, whose answers all belong to one update
 num_samples: `num_generations` of train_grpo.py; `num_samples` of sample.py
 num_return_sequences: `num_samples` of sample.py
+vllm_importance_sampling_correction vllm_importance_sampling_cap tis_imp_ratio_cap: `sampled_logps=tis`, capped at 2
 use_vllm: not here: each rank writes its own answers between updates; there is no second engine
 kl_coef kl_coeff: not here: no KL term and no reference in train_grpo.py
 teacher_model teacher_model_name_or_path: `teacher` of train_distill.py

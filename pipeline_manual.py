@@ -214,7 +214,8 @@ class Stage(GPT):
         for number in self.of(part):
             h = self.blocks[str(number)](h, None, attention)
             if not isinstance(h, torch.Tensor):
-                raise ValueError(f'block {number} returns {len(h)} values, and a stage hands on one: use train_fsdp.py')
+                kind = type(h).__name__
+                raise ValueError(f'block {number} returns a {kind}, and a stage hands on a tensor: use train_fsdp.py')
         return h if part < self.last else self.loss(self.finished(h), y)
 
 

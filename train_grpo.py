@@ -41,8 +41,7 @@ class Config(Keys, TaskKeys, ShardingKeys):
     scale_rewards: Literal['none', 'group'] = 'none'  # group: advantages in standard deviations of the prompt's rewards
     loss_type: Literal['dapo', 'dr_grpo', 'grpo'] = 'dapo'  # what a token of a long answer weighs; docs/grpo.md
     num_iterations = 1  # updates from the same answers: more = cheaper, and further from what has written them [>= 1]
-    sampled_logps: Literal['log', 'old', 'tis'] = 'log'  # compare only; as old_logps in the ratio; as weights (TIS)
-    # grpo [result]
+    sampled_logps: Literal['none', 'old', 'tis'] = 'none'  # always logged; old: the ratio's denominator; tis: weights
     epsilon = 0.2  # of ratios: a token's probability may fall by this share, then it is left alone [> 0, < 1]
     epsilon_high = 0.28  # of ratios: it may rise by this share [> 0]
     # strategy
@@ -107,19 +106,19 @@ def weight_of(n, n_tokens, longest):
     return 1 / (answers * (n if config.loss_type == 'grpo' else longest))
 
 
-def losses_of_tokens(logps, first, sampled, advantages):
-    """The loss of each token, and whether it was clipped: (n) both. logps: its log-probability now; first: in the first
-    iteration, under the weights that wrote it; sampled: as it was drawn, which is `first` but for rounding.
+def losses_of_tokens(logps, old, sampled, advantages):
+    """The loss of each token, and whether it was clipped: (n) both. logps: its log-probability now; old: in the first
+    iteration, under the weights that wrote it; sampled: as the sampler computed it, which differs by rounding only.
 
     The gradient of the ratio is that of logps while both are equal, as in the first update: then this is the policy
     gradient, REINFORCE with a baseline. In later ones the ratio says how far the model has moved, and beyond epsilon a
     token that would move on is left alone (PPO, arXiv 1707.06347; with two epsilons as in DAPO).
     """
-    ratio = (logps - (sampled if config.sampled_logps == 'old' else first)).exp()
+    ratio = (logps - (sampled if config.sampled_logps == 'old' else old)).exp()
     kept = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
     losses = -torch.min(ratio * advantages, kept * advantages)
     if config.sampled_logps == 'tis':  # so that the expected gradient is that of the distribution that is trained
-        losses = losses * (first - sampled).exp().clamp(max=TIS_CAP)
+        losses = losses * (old - sampled).exp().clamp(max=TIS_CAP)
     return losses, kept * advantages < ratio * advantages
 
 
@@ -175,7 +174,7 @@ while step < config.max_iters and not watch.must_stop:
     ]
     batches = micro_batches(documents, run)  # packed into rows; equally many batches on each rank
 
-    first = [None] * len(batches)  # log-probabilities of the first iteration: under the weights that wrote the answers
+    old = [None] * len(batches)  # log-probabilities of the first iteration: under the weights that wrote the answers
     for iteration in range(config.num_iterations):
         step_loss = torch.zeros((), device=device)
         for micro_step, (x, y, starts, sampled, advantage, weight) in enumerate(batches):
@@ -184,14 +183,14 @@ while step < config.max_iters and not watch.must_stop:
             watch.mark('forward')
             logps = token_logps(model, x, y, starts, config.temperature)
             if iteration == 0:
-                first[micro_step] = logps.detach()
-            losses, clipped = losses_of_tokens(logps, first[micro_step], sampled, advantage)
+                old[micro_step] = logps.detach()
+            losses, clipped = losses_of_tokens(logps, old[micro_step], sampled, advantage)
             loss = (losses * weight).sum()
             watch.mark('backward')
             # The weights sum up over all ranks, and gradients are averaged over them: hence world_size.
             scaler.scale(loss * world_size).backward()
             step_loss += loss.detach()
-            mismatch = (first[micro_step] - sampled).abs()  # rounding: a cache and one token at a time, or all at once
+            mismatch = (old[micro_step] - sampled).abs()  # rounding: a cache and one token at a time, or all at once
             facts = {'entropy': -logps, 'clip_ratio/region_mean': clipped, f'{MISMATCH}/mean': mismatch}
             record.add(facts, largest={f'{MISMATCH}/max': mismatch})
 

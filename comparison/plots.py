@@ -68,7 +68,7 @@ def plot_runs(runs, keys, output):
         rows = read_rows(run, is_running=True)
         last = {key: row[key] for row in rows for key in keys or ('loss', 'val_loss') if 'tokens' in row and key in row}
         if not last and not keys:
-            raise ValueError(f'{run}: no row of metrics.jsonl has a loss and the tokens until then')
+            raise ValueError(f'{run}: no row of metrics.jsonl has both loss and tokens')
         numbers = (f'{key} {value:.4g}' for key, value in last.items() if not isinstance(value, list))
         print(f'{run}: step {rows[-1]["step"]}', *numbers, sep=', ')
     if keys:

@@ -113,6 +113,12 @@ def class_of_experts(model_config):
     return 'qwen3_moe' if has_softmax and not shared else None
 
 
+def kept_in_fp32(model_config):
+    """Words in the names of what the class of an export keeps in fp32 in a model of half precision: routers, except
+    those of Qwen's classes."""
+    return [] if is_in_transformers(model_config) and model_config.router_scores == 'softmax' else ['router']
+
+
 def without_multipliers(state_dict, model_config):
     """(state dict, ModelConfig) of a GPT that computes the same with parametrization='standard': the divisor of the
     logits in mup and completep goes into the final norm, and completep's divisor of a branch into its last matrix.

@@ -46,6 +46,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = GPTConfig
     base_model_prefix = 'model'
     _no_split_modules = ['Block']  # device_map keeps a block on one device
+    _keep_in_fp32_modules_strict = ['router']  # by which the experts of a token are chosen
     _tied_weights_keys = {'model.head.weight': 'model.embed.weight'}  # where the config ties them
 
     def __init__(self, config):

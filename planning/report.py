@@ -73,7 +73,7 @@ def dry_run(config, shape, world_size, strategy='ddp', filled=1.0, card=None, al
     lines += section(f'memory per rank at the peak of a step, in GB ({run_in_words})', memory)
     most = max(totals(parts)['total on the device'] for parts in parts_by_stage)
     if card and most > (GPUS[card].gb - RESERVED_GB) * 1e9:
-        lines.append(f'  WARNING: it does not fit: {out_of_memory_advice(config, world_size, strategy)}')
+        lines.append(f'  WARNING: it does not fit: {out_of_memory_advice(config, world_size, strategy, also_held)}')
     sent_by_stage = [sent(plan) for plan in ranks]
     if layout.stage > 1:
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', columns(sent_by_stage))
@@ -123,18 +123,21 @@ def schedule_lines(config, tokens_per_step, at_most='', filled=1.0):
     return lines
 
 
-def out_of_memory_advice(config, world_size, strategy):
+def out_of_memory_advice(config, world_size, strategy, also_held=None):
     """
     One line for a run that ran out of memory: the predicted need, and the keys to change, the most effective first.
 
     config: with the model's keys, as after config.update(model_config.to_dict()). Without them nothing can be
-    predicted, and the advice is general. strategy: as for memory_bytes().
+    predicted, and the advice is general. strategy: as for memory_bytes(). also_held: as for dry_run().
     """
+    also_held = also_held or {}
     try:
         layout = Layout.of(config, strategy, world_size)
         model = empty_model(config)
-        parts = memory_bytes(config, model, world_size, strategy)
-        writing = while_writing(plans(config, model, layout)[0]) if 'num_generations' in config else 0
+        parts = {**also_held, **memory_bytes(config, model, world_size, strategy)}
+        writing = 0
+        if 'num_generations' in config:
+            writing = while_writing(plans(config, model, layout)[0]) + sum(also_held.values())
     except (KeyError, TypeError, ValueError):  # the model's keys are missing
         return 'lower batch_size or block_size'
     device_parts = {part: size for part, size in parts.items() if not part.startswith('host')}
@@ -169,6 +172,7 @@ def out_of_memory_advice(config, world_size, strategy):
     divide = 'set' if 'expert_parallel' in config else 'use train_parallel.py'
     fewer_bits = 'bfloat16' if layout.tensor > 1 else 'int8'  # a cut would divide int8's blocks
     state_helps = {  # frozen weights have no state
+        'name a smaller teacher': largest == 'teacher',
         f'{divide} --expert_parallel={together}': largest in ('gathered', 'accumulated', 'reduction')
         and sharing < together,
         'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,

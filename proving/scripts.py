@@ -101,7 +101,9 @@ def noting_gaps(gaps):
     def note_gap(router, x, *args):
         said = choose(router, x, *args)
         scores, of_groups = router.ranked(said[2].softmax(-1) if router.scores == 'softmax' else said[2].sigmoid())
-        gaps.extend((gap_of_choice(scores, router.k), gap_of_choice(of_groups, router.groups_per_token)))
+        gaps.append(gap_of_choice(scores, router.k))
+        if of_groups is not None:
+            gaps.append(gap_of_choice(of_groups, router.groups_per_token))
         return said
 
     with mock.patch.object(Router, 'forward', note_gap):

@@ -178,7 +178,7 @@ def begin(config, explicit, strategy, ranks=None, learns_from='text'):
     def advice():
         from planning import report
 
-        line = report.out_of_memory_advice(vars(config), ranks or run.world_size, strategy)
+        line = report.out_of_memory_advice(vars(config), ranks or run.world_size, strategy, run.also_held)
         return f'{line}; {meter.write_allocations(config.out_dir, run.rank)}' if run.traces_memory else line
 
     errors.report_errors(advice)

@@ -140,7 +140,8 @@ class Opened:
             model = self.empty(compute_dtype, device)
             model.to_empty(device=device)
             model.load_state_dict(weights)
-            return model.to(compute_dtype).eval()  # every token uses every weight, so cast once
+            devices.cast_parameters(model, compute_dtype)  # every token uses every weight, so cast once
+            return model.eval()
         from huggingface import loading, rounding
 
         model = loading.for_generation(self.pretrained, weights, compute_dtype, device)

@@ -26,6 +26,14 @@ PEAK_FLOPS = {
 }
 
 
+def cast_parameters(model, dtype):
+    """Cast the weights of a model that will not be trained. Buffers stay in fp32, such as RoPE's frequencies and the
+    biases of routers, and bytes (nf4) stay bytes."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 def choose_device(device, local_rank, must_exist=True):
     """torch.device for this rank from the key `device` ('auto', 'cpu', 'cuda', 'cuda:1').
 

@@ -99,7 +99,7 @@ def keys_of(folder, out, *more):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def config_of(loss_type='dapo', scale_rewards='none', epsilon=0.2, epsilon_high=0.28, sampled_logps='log'):
+def config_of(loss_type='dapo', scale_rewards='none', epsilon=0.2, epsilon_high=0.28, sampled_logps='none'):
     keys = {'loss_type': loss_type, 'scale_rewards': scale_rewards, 'epsilon': epsilon, 'epsilon_high': epsilon_high}
     keys |= {'sampled_logps': sampled_logps, 'prompts_per_step': PROMPTS, 'num_generations': GROUP}
     return SimpleNamespace(**keys)
