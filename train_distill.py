@@ -31,6 +31,7 @@ class Config(Keys, TaskKeys, ShardingKeys):
     warmup_iters = 10  # linear warm-up: longer if the loss jumps early [>= 0]
     # distillation [result]
     teacher: str | None = None  # a run or a Hugging Face folder with the tokenizer of init_from [result, per job, path]
+    teacher_dtype: Literal['nf4'] | None = None  # of a Hugging Face folder: nf4 = matrices in 4 bits; None = dtype
     beta = 1.0  # of the generalized JSD: 1 = reverse KL, 0 = forward KL [may change, >= 0, <= 1]
     on_policy = 1.0  # share of the steps in which the student writes; in the others the teacher does [>= 0, <= 1]
     prompts = []  # task files with prompts, as evaluate.py reads them: tasks/a.jsonl,b.jsonl [result, per job, path]
@@ -74,7 +75,7 @@ raw_model = make_model(run)  # on the meta device; activation checkpointing and 
 model = strategy.parallelize(raw_model, run)  # with fp32 master weights; under FSDP each rank keeps its slice
 
 # --- TEACHER ----------------------------------------------------------------------------------------------------------
-teacher = load_teacher(opened, run)  # frozen, in the compute dtype; whole on each rank, or sharded as the student is
+teacher = load_teacher(opened, run)  # frozen, in compute dtype or nf4; whole on each rank, or sharded as the student is
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
 opt = strategy.optimizer(raw_model, run)

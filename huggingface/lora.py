@@ -305,8 +305,8 @@ def store_frozen(model, pretrained):
                 )
             if columns % nf4.BLOCK:
                 raise ValueError(
-                    f'frozen_dtype=nf4: rows of {name_of(model, module)} have {columns} weights, which are not made of '
-                    f'blocks of {nf4.BLOCK}: use --frozen_dtype=bfloat16'
+                    f'nf4: rows of {name_of(model, module)} have {columns} weights, which are not made of '
+                    f'blocks of {nf4.BLOCK}: use --frozen_dtype=bfloat16, or no --teacher_dtype'
                 )
             packed = torch.empty(rows, nf4.bytes_of(columns), dtype=torch.uint8, device=module.weight.device)
             module.weight = nn.Parameter(packed, requires_grad=False)

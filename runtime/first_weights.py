@@ -251,6 +251,11 @@ def check_frozen_dtype(run):
         config.frozen_dtype = 'float32'
         if asked not in (None, 'float32'):
             raise ValueError(f'{given}: DeepSpeed keeps all weights in one dtype: use train_fsdp.py')
+    in_bytes = 'nf4' in (asked, vars(config).get('teacher_dtype')) and run.strategy != 'ddp'
+    if in_bytes and vars(config).get('fsdp_impl') == 'torch' and torch.__version__ < (2, 13):
+        raise ValueError(
+            f'nf4: fully_shard takes bytes from torch 2.13 on, this is {torch.__version__}: use --fsdp_impl=manual'
+        )
     if not asked:
         return
     if config.init_from == 'scratch' or (run.start and run.start.model_config):
@@ -258,10 +263,6 @@ def check_frozen_dtype(run):
     if config.native:
         only = "only transformers' classes have LoRA and frozen parts"
         raise ValueError(f'{given} with native=True: {only}: leave native out, or frozen_dtype')
-    if asked == 'nf4' and vars(config).get('fsdp_impl') == 'torch' and torch.__version__ < (2, 13):
-        raise ValueError(
-            f'{given}: fully_shard takes bytes from torch 2.13 on, this is {torch.__version__}: use --fsdp_impl=manual'
-        )
 
 
 @torch.no_grad()

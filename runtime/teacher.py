@@ -6,11 +6,13 @@ The teacher of train_distill.py: another model with the student's tokenizer, fro
     digest = check_teacher(opened, run, state.get('teacher'))    # for checkpoints: is it the one that the run had?
 """
 
+import copy
 from dataclasses import replace
 
 import torch
 
 import fsdp
+from huggingface import lora
 from runtime.first_weights import fingerprint_of_folder, fingerprint_of_run, initialize
 from runtime.opened import open_model
 from system import collectives
@@ -46,9 +48,15 @@ def open_teacher(run):
         )
     if config.packing and opened.pretrained and not opened.pretrained.keeps_documents_apart:
         raise ValueError(f'{given}: {opened.arch} would let the answers in a row see each other: use --packing=False')
-    parameters = opened.empty(run.compute_dtype, run.device, config.block_size).parameter_counts()['total']
-    shards = run.layout.shard if config.strategy == 'fsdp' else 1
-    run.also_held['teacher'] = size = parameters * stored_dtype(run).itemsize // shards
+    if config.teacher_dtype and (opened.path or not opened.pretrained):
+        packs = f"teacher_dtype={config.teacher_dtype} packs only a Hugging Face folder of transformers' classes"
+        raise ValueError(f'{given}: {packs}: name an export of it, or leave teacher_dtype out')
+    model = empty_teacher(opened, run)
+    parameters, shards = model.parameter_counts()['total'], run.layout.shard if config.strategy == 'fsdp' else 1
+    size = parameters * stored_dtype(run).itemsize
+    if config.teacher_dtype:
+        size = sum(parameter.nbytes for parameter in model.parameters())
+    run.also_held['teacher'] = size = size // shards
     where = f'a rank holds 1/{shards} of it' if shards > 1 else 'whole on each rank'
     run.notes.append(f'{given}: {opened.arch}, {parameters:,} parameters, {where}, {size / 1e9:.3f} GB')
     return opened
@@ -59,17 +67,28 @@ def stored_dtype(run):
     return torch.bfloat16 if run.compute_dtype == torch.bfloat16 else torch.float32
 
 
-def load_teacher(opened, run):
-    """The model of an Opened, frozen, to be called as the student is. Collective."""
-    if run.config.strategy == 'ddp':
-        return opened.to_generate(run.config.dtype, run.device, run.notes.append).requires_grad_(False)
+def empty_teacher(opened, run):
+    """The model of an Opened, frozen, on the meta device, with the dtypes in which its weights are kept."""
     model = opened.empty(run.compute_dtype, run.device, run.config.block_size).requires_grad_(False)
+    if run.config.teacher_dtype:
+        pretrained = copy.copy(opened.pretrained)
+        pretrained.frozen_dtype = run.config.teacher_dtype
+        lora.store_frozen(model, pretrained)
     for parameter in model.parameters():
         if parameter.dtype == torch.float32:  # of LoRA's base, others may be in fewer bits
             parameter.data = parameter.data.to(stored_dtype(run))
-    sharded = fsdp.shard(model, run.layout.mesh(run.device, run.config.timeout_s), run)
+    return model
+
+
+def load_teacher(opened, run):
+    """The model of an Opened, frozen, to be called as the student is. Collective."""
+    if run.config.strategy == 'ddp' and not run.config.teacher_dtype:
+        return opened.to_generate(run.config.dtype, run.device, run.notes.append).requires_grad_(False)
+    model = called = empty_teacher(opened, run)
+    if run.config.strategy == 'fsdp':
+        called = fsdp.shard(model, run.layout.mesh(run.device, run.config.timeout_s), run)
     initialize(model, replace(run, start=opened, found=None))  # each rank reads the rows that it keeps
-    return sharded.eval()
+    return called.eval()
 
 
 def check_teacher(opened, run, saved):

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import logprobs
 from dataset.shuffle import permuted
+from huggingface import nf4
 from layout import Layout
 from loss import LogitsOf, softcapped
 from model import generator_of
@@ -55,6 +56,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp('distill')
     save_model(folder / 'llama', 'llama_64')
     save_model(folder / 'teacher', 'llama', draw=1)
+    save_model(folder / 'of 64', 'qwen2_64', draw=1)
     save_model(folder / 'wider', 'llama', vocab_size=320)
     save_model(folder / 'shorter', 'llama', max_position_embeddings=BLOCK - 1)
     save_model(folder / 'mamba', 'mamba')
@@ -248,7 +250,9 @@ LORA, FSDP = ['--lora_rank=4'], ['--strategy=fsdp']
 STAGE_2 = [*FSDP, '--fsdp_impl=manual', '--zero_stage=2']
 JSD = ['--beta=0.3', '--temperature=0.8', '--on_policy=0.5']
 BY_LORA = ['--teacher=FOLDER/run lora']
+NF4 = ['--teacher=FOLDER/of 64', '--teacher_dtype=nf4', '--on_policy=0.5']
 BF16 = ['--dtype=bfloat16', '--max_iters=2']
+TAKES_BYTES = torch.__version__ >= (2, 13)  # fully_shard
 CASES = {  # name: (ranks, the case that it has to equal, keys)
     'one': (1, None, []),
     'jsd': (1, None, JSD),
@@ -266,6 +270,10 @@ CASES = {  # name: (ranks, the case that it has to equal, keys)
     'fsdp, lora': (2, 'lora', [*FSDP, *LORA]),
     'fsdp, taught by lora': (2, 'taught by lora', [*FSDP, *BY_LORA]),
     'params on the host': (2, 'one', [*FSDP, '--cpu_offload=params']),
+    'nf4': (1, None, NF4),
+    'ddp, nf4': (2, 'nf4', NF4),
+    **({'fsdp, nf4': (2, 'nf4', [*FSDP, *NF4])} if TAKES_BYTES else {}),
+    'stage 2, nf4': (2, 'nf4', [*STAGE_2, *NF4]),
     'bf16': (1, None, BF16),
     'fsdp, bf16': (2, None, [*FSDP, *BF16]),
     'fsdp 3': (3, 'one', FSDP),
@@ -286,7 +294,7 @@ SHORT = [
     'fsdp, jsd',
     'stage 2, jsd',
 ]
-SHORT += ['fsdp, taught by lora', 'fsdp, bf16', 'bf16']
+SHORT += ['nf4', 'stage 2, nf4', 'fsdp, taught by lora', 'fsdp, bf16', 'bf16']
 OF_ONE = ['--out_dir=FOLDER/run one']  # which they would resume
 REFUSED = {  # name: (ranks, keys, what the line says)
     'no teacher': (1, ['--teacher=None'], r'no teacher: name the model to learn from, .* as --teacher=models/NAME'),
@@ -304,6 +312,12 @@ REFUSED = {  # name: (ranks, keys, what the line says)
         ['--teacher=FOLDER/llama', '--out_dir=FOLDER/run ddp'],
         'holds other weights than the teacher that the run in .*run ddp has had: go on with that one',
     ),
+    'nf4 of a run': (
+        2,
+        [*BY_LORA, '--teacher_dtype=nf4', '--out_dir=FOLDER/new'],
+        'name an export of it, or leave teacher_dtype out',
+    ),
+    'nf4 of 40': (1, ['--teacher_dtype=nf4'], 'rows of .*q_proj have 40 weights, .* no --teacher_dtype'),
     'scratch': (1, ['--init_from=scratch'], 'would write noise'),
     'stage 3': (1, ['--strategy=fsdp', '--fsdp_impl=manual'], 'use --zero_stage=2, or --fsdp_impl=torch'),
     'dropout': (1, ['--lora_rank=4', '--lora_dropout=0.1'], 'leave lora_dropout out'),
@@ -374,16 +388,25 @@ def test_a_plan_counts_the_teacher(folder, tmp_path):
         rows = dict(re.findall(r'^  (\S.*?) {2,}([\d.]+)$', said, re.MULTILINE))
         assert float(rows['teacher']) == pytest.approx(nbytes / share / 1e9, abs=6e-4), said
         assert float(rows['total on the device']) > float(rows['teacher'])
+    said = fork_script('train_distill.py', *keys, '--teacher_dtype=nf4', nproc=2)[0].stdout
+    in_blocks = 3 * 640 * (640 + 640 + 320 + 320 + 3 * 1280)  # numbers of 4 bits, and 16 bits for each 64
+    in_nf4 = (nbytes - in_blocks * (4 - 34 / 64)) / share / 1e9
+    assert float(re.search(r'^  teacher +([\d.]+)$', said, re.MULTILINE)[1]) == pytest.approx(in_nf4, abs=6e-4), said
+
+
+def run_of_teacher(folder, strategy, dtype, teacher_dtype=None):
+    """The Run of two ranks that load_teacher() takes."""
+    config = {'strategy': strategy, 'teacher': folder, 'fsdp_impl': 'torch', 'zero_stage': 3, 'seed': SEED}
+    config |= {'blocks_per_unit': 1, 'cpu_offload': 'none', 'timeout_s': 60, 'block_size': BLOCK, 'dtype': dtype}
+    config |= {'teacher_dtype': teacher_dtype}
+    layout = Layout.of(config | {'global_batch_size': 2, 'batch_size': 1}, strategy, 2)
+    place = dist.get_rank(), 2, torch.device('cpu'), getattr(torch, dtype)
+    return begin.Run(SimpleNamespace(**config), {}, {}, strategy, *place, layout=layout)
 
 
 def facts_of_teacher(folder, strategy):
     """(dtypes of a teacher's weights, whether any is trained or it is in training mode, numbers that this rank has)."""
-    config = {'strategy': strategy, 'teacher': folder, 'fsdp_impl': 'torch', 'zero_stage': 3, 'seed': SEED}
-    config |= {'blocks_per_unit': 1, 'cpu_offload': 'none', 'timeout_s': 60, 'block_size': BLOCK, 'dtype': 'bfloat16'}
-    layout = Layout.of(config | {'global_batch_size': 2, 'batch_size': 1}, strategy, 2)
-    place = dist.get_rank(), 2, torch.device('cpu'), torch.bfloat16
-    run = begin.Run(SimpleNamespace(**config), {}, {}, strategy, *place, layout=layout)
-    model = teacher.load_teacher(open_model(folder), run)
+    model = teacher.load_teacher(open_model(folder), run_of_teacher(folder, strategy, 'bfloat16'))
     parameters = [*model.parameters()]
     local = [getattr(parameter, 'to_local', lambda of=parameter: of)() for parameter in parameters]
     is_trained = model.training or any(parameter.requires_grad for parameter in parameters)
@@ -397,3 +420,26 @@ def test_a_teacher_is_frozen_in_half_precision_whole_or_in_shards(folder):
         assert dtypes == {'torch.bfloat16'} and not is_trained
     assert whole[0][2] == whole[1][2] == sum(numbers for *_, numbers in sharded)
     assert max(numbers for *_, numbers in sharded) < 0.6 * whole[0][2]
+
+
+def logits_in_nf4(folder, strategy):
+    """(logits of a teacher in nf4, those of transformers' own model whose weights have been rounded to nf4, how many
+    matrices of its blocks are not packed)."""
+    import transformers
+
+    run, x = run_of_teacher(folder, strategy, 'float32', 'nf4'), torch.arange(2 * BLOCK).view(2, BLOCK)
+    model = teacher.load_teacher(open_model(folder), run)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    linear = [module for module in plain.model.layers.modules() if isinstance(module, torch.nn.Linear)]
+    for module in linear:
+        module.weight.data = nf4.dequantize(nf4.quantize(module.weight.data))
+    with torch.no_grad():
+        found, expected = model(x), plain(x, use_cache=False).logits
+    packed = sum(parameter.dtype == torch.uint8 for parameter in model.parameters())
+    return found.tolist(), expected.tolist(), len(linear) - packed
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'] if TAKES_BYTES else ['ddp'])
+def test_a_teacher_in_nf4_is_the_model_with_rounded_weights(folder, strategy):
+    for found, expected, others in run_function(2, logits_in_nf4, str(folder / 'of 64'), strategy):
+        assert found == expected and others == 0  # equal to the bit

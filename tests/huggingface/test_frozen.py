@@ -339,7 +339,7 @@ def test_what_a_script_does_not_have_is_one_line_with_the_key_that_helps(models,
     assert 'frozen_dtype=bfloat16 with init_from=scratch: nothing is frozen there' in scratch
     save_model(tmp_path / 'narrow', 'llama')
     line = refusal('manual', *keys, f'--init_from={tmp_path / "narrow"}', nproc=2)
-    assert 'frozen_dtype=nf4: rows of model.layers.0.self_attn.q_proj have 40 weights' in line
+    assert 'nf4: rows of model.layers.0.self_attn.q_proj have 40 weights' in line
     assert 'use --frozen_dtype=bfloat16' in line
 
 
