@@ -140,9 +140,8 @@ def spoil_metadata(draw, path):
     if kind == 0:
         index.state_dict_metadata[key] = evil
     else:
-        value = (
-            Calls() if kind == 1 else draw.choice([*OTHERS, evil, torch.Size([2**40, 2]), torch.int8, torch.Size([])])
-        )
+        others = [*OTHERS, evil, torch.Size([2**40, 2]), torch.int8, torch.Size([])]
+        value = Calls() if kind == 1 else draw.choice(others)
         vars(holder)[draw.choice(sorted(vars(holder)))] = value
     try:
         path.write_bytes(pickle.dumps(index))
@@ -170,11 +169,8 @@ def spoil_tensors(draw, path):
 # --- what reads it ----------------------------------------------------------------------------------------------------
 
 noted = None  # while a checkpoint is read: (its folder, what was done)
-OWN = [
-    os.path.realpath(path)
-    for path in (sysconfig.get_path('stdlib'), sys.prefix, sys.base_prefix, Path(__file__).parents[2])
-]
-OWN += ['/proc', '/sys', '/dev']
+OWN = [sysconfig.get_path('stdlib'), sys.prefix, sys.base_prefix, Path(__file__).parents[2]]
+OWN = [*map(os.path.realpath, OWN), '/proc', '/sys', '/dev']
 
 
 def note(event, arguments):

@@ -15,16 +15,14 @@ from system.errors import one_line
 SHARED = {'vocab_size': 64, 'bos_token_id': None, 'eos_token_id': 1, 'initializer_range': 0.2}
 SIZES = {'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 1, 'num_attention_heads': 2}
 SIZES |= {'num_key_value_heads': 1, 'max_position_embeddings': 32, **SHARED}
+GPT2_SIZES = {**SHARED, 'n_embd': 16, 'n_layer': 1, 'n_head': 2, 'n_positions': 32}
 MODELS = {
     'llama': ('LlamaConfig', SIZES),
     'llama tied': ('LlamaConfig', {**SIZES, 'tie_word_embeddings': True}),
     'qwen3': ('Qwen3Config', {**SIZES, 'head_dim': 8}),
     'qwen3 tied': ('Qwen3Config', {**SIZES, 'head_dim': 8, 'tie_word_embeddings': True}),
-    'gpt2': ('GPT2Config', {**SHARED, 'n_embd': 16, 'n_layer': 1, 'n_head': 2, 'n_positions': 32}),
-    'gpt2 untied': (
-        'GPT2Config',
-        {**SHARED, 'n_embd': 16, 'n_layer': 1, 'n_head': 2, 'n_positions': 32, 'tie_word_embeddings': False},
-    ),
+    'gpt2': ('GPT2Config', GPT2_SIZES),
+    'gpt2 untied': ('GPT2Config', {**GPT2_SIZES, 'tie_word_embeddings': False}),
 }
 
 
@@ -47,6 +45,12 @@ def saved_model(name, in_shards):
 # A configuration that lacks one of these asks for billions of parameters.
 LARGE_BY_DEFAULT = ('hidden_size', 'intermediate_size', 'num_hidden_layers', 'vocab_size', 'n_embd', 'n_layer')
 ANYTHING = [None, -1, 0, 1, 2, 3.0, 2.5, 'x', '', [], {}, [1], True, False, '2', 'none', 1e-5]
+# What a configuration may also have.
+MORE = {'quantization_config': {'quant_method': 'fp8'}, 'auto_map': {'AutoConfig': 'x.y'}, 'architectures': ['X']}
+MORE |= {'is_decoder': False, 'sliding_window': 4, 'use_sliding_window': True, 'layer_types': ['x']}
+MORE |= {'attn_implementation': 'none of them', 'attention_dropout': '0.1', 'rms_norm_eps': '1e-6'}
+MORE |= {'layer_norm_epsilon': '1e-5', 'attention_bias': True, '_attn_implementation': 'eager', 'use_cache': 'no'}
+MORE |= {'pretraining_tp': 2, 'torchscript': True, 'head_dim': 9}
 
 
 def spoil_config(draw, config):
@@ -72,14 +76,11 @@ def spoil_config(draw, config):
             config['rope_parameters'] = draw.choice([{**rotation, 'rope_theta': theta}, rotation, None, {}, 5])
         else:
             config.pop('rope_parameters', None)
-            config |= {
-                'rope_theta': theta,
-                'rope_scaling': draw.choice([rotation, None, {'type': kind, 'factor': 2.0}, 5]),
-            }
+            scaling = draw.choice([rotation, None, {'type': kind, 'factor': 2.0}, 5])
+            config |= {'rope_theta': theta, 'rope_scaling': scaling}
     elif harm == 5:
-        config[draw.choice(['pad_token_id', 'eos_token_id', 'bos_token_id'])] = draw.choice(
-            [64, 70000, -1, [1, 2], '3', 3.0, None]
-        )
+        token = draw.choice([64, 70000, -1, [1, 2], '3', 3.0, None])
+        config[draw.choice(['pad_token_id', 'eos_token_id', 'bos_token_id'])] = token
     elif harm == 6:
         config['tie_word_embeddings'] = draw.choice([True, False, None, 'true', 1, 0])
     elif harm == 7:
@@ -92,37 +93,11 @@ def spoil_config(draw, config):
     elif harm == 10:
         config[draw.choice(list(config))] = draw.choice(ANYTHING)
     elif harm == 11:
-        more = {
-            'quantization_config': {'quant_method': 'fp8'},
-            'auto_map': {'AutoConfig': 'x.y'},
-            'architectures': ['X'],
-            'is_decoder': False,
-        }
-        more |= {
-            'sliding_window': 4,
-            'use_sliding_window': True,
-            'layer_types': ['x'],
-            'attn_implementation': 'none of them',
-        }
-        more |= {
-            'attention_dropout': '0.1',
-            'rms_norm_eps': '1e-6',
-            'layer_norm_epsilon': '1e-5',
-            'attention_bias': True,
-        }
-        more |= {
-            '_attn_implementation': 'eager',
-            'use_cache': 'no',
-            'pretraining_tp': 2,
-            'torchscript': True,
-            'head_dim': 9,
-        }
-        name = draw.choice(list(more))
-        config[name] = more[name]
+        name = draw.choice(list(MORE))
+        config[name] = MORE[name]
     elif harm == 12:
-        name = draw.choice(
-            ['head_dim', 'num_key_value_heads', 'num_attention_heads', 'n_head', 'vocab_size', 'n_inner', 'n_ctx']
-        )
+        heads = ['head_dim', 'num_key_value_heads', 'num_attention_heads', 'n_head']
+        name = draw.choice([*heads, 'vocab_size', 'n_inner', 'n_ctx'])
         config[name] = draw.choice([None, 0, 1, 3, 4, 7, 32, -2])
 
 
@@ -157,9 +132,8 @@ def spoil_weights(draw, folder):
     elif harm == 2:
         path.write_bytes(draw.choice([LFS, b'', b'\0' * 64, b'PK\3\4', b'{}']))
     elif harm == 3:
-        path.rename(
-            folder / draw.choice(['pytorch_model.bin', 'adapter_model.safetensors', 'model.gguf', 'x.safetensors'])
-        )
+        names = ['pytorch_model.bin', 'adapter_model.safetensors', 'model.gguf', 'x.safetensors']
+        path.rename(folder / draw.choice(names))
     else:
         tensors = load_file(path)
         name = draw.choice(list(tensors))
@@ -178,10 +152,8 @@ def spoil_weights(draw, folder):
             tensors[head] = torch.randn(64, 16) if head not in tensors or some(draw, 0.5) else tensors[head] + 1
         else:
             prefix = draw.choice(['model.', 'transformer.', 'module.', '_orig_mod.', 'base_model.model.'])
-            tensors = {
-                key.removeprefix(prefix) if key.startswith(prefix) else prefix + key: value
-                for key, value in tensors.items()
-            }
+            names = [key.removeprefix(prefix) if key.startswith(prefix) else prefix + key for key in tensors]
+            tensors = dict(zip(names, tensors.values(), strict=True))
         save_file(tensors, path, metadata={'format': 'pt'})
 
 

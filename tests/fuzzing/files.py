@@ -51,9 +51,8 @@ class Content:
             turns = [[('system', 'be brief'), *turn] if some(draw, 0.3) else turn for turn in turns]
             self.rows = [{'messages': [{'role': role, 'content': text} for role, text in turn]} for turn in turns]
         if some(draw, 0.1):
-            self.rows[draw.randrange(len(self.rows))] = draw.choice(
-                [{}, {'text': None}, {'text': 7}, {'messages': None}]
-            )
+            odd = draw.choice([{}, {'text': None}, {'text': 7}, {'messages': None}])
+            self.rows[draw.randrange(len(self.rows))] = odd
 
 
 def as_text(draw, content, path):
@@ -82,9 +81,8 @@ def as_yaml(draw, content, path):
 def as_csv(draw, content, path):
     names = list(dict.fromkeys(name for row in content.rows for name in row)) or ['text']
     file = io.StringIO(newline='')
-    writer = csv.writer(
-        file, delimiter='\t' if path.suffix == '.tsv' else ',', lineterminator=draw.choice(['\n', '\r\n'])
-    )
+    delimiter = '\t' if path.suffix == '.tsv' else ','
+    writer = csv.writer(file, delimiter=delimiter, lineterminator=draw.choice(['\n', '\r\n']))
     writer.writerow(names)
     for row in content.rows:
         values = [row.get(name) for name in names]
@@ -143,14 +141,8 @@ def as_saved(draw, content, path):
 
 
 FORMATS = {'.txt': as_text, '.md': as_text, '.py': as_text, '.jsonl': as_json_lines, '.ndjson': as_json_lines}
-FORMATS |= {
-    '.json': as_json,
-    '.csv': as_csv,
-    '.tsv': as_csv,
-    '.yaml': as_yaml,
-    '.parquet': as_parquet,
-    '.arrow': as_arrow,
-}
+FORMATS |= {'.json': as_json, '.csv': as_csv, '.tsv': as_csv, '.yaml': as_yaml}
+FORMATS |= {'.parquet': as_parquet, '.arrow': as_arrow}
 PACKERS = {'.gz': functools.partial(gzip.compress, mtime=0), '.bz2': bz2.compress, '.xz': lzma.compress}
 
 
@@ -230,9 +222,8 @@ def spoil_file(draw, path, share):
         place = draw.randint(0, len(data))
         data = data[:place] + b'\0' * draw.choice([1, 100]) + data[place:]
     elif harm == 9:
-        data = draw.choice(
-            [b'', b'\n', b' ', b'[]', b'{}', b'null', b'5', b'"x"', b'\0', b'PAR1', b'\x1f\x8b', b'{"text": "x"}\n{']
-        )
+        short = [b'', b'\n', b' ', b'[]', b'{}', b'null', b'5', b'"x"', b'\0', b'PAR1', b'\x1f\x8b']
+        data = draw.choice([*short, b'{"text": "x"}\n{'])
     else:
         data = data + draw.choice([b'}', b'{"text": "more"}\n', b'\n\n', b',', b'x', b'\xff', data[:50]])
     path.write_bytes(data)
@@ -272,17 +263,13 @@ def read_plainly(path, columns):
         except ValueError:
             return 'json', [], 1
         if others:
-            return (
-                'json',
-                [row for value in (content, *others) for row in (value if isinstance(value, list) else [value])],
-                0,
-            )
+            values = [value if isinstance(value, list) else [value] for value in (content, *others)]
+            return 'json', [row for rows in values for row in rows], 0
         return 'json', rows_of(content), 0
     if ending in ('.csv', '.tsv'):
         text = data.decode('utf-8-sig', 'surrogateescape')
-        lines = [
-            row for row in csv.reader(io.StringIO(text, newline=''), delimiter='\t' if ending == '.tsv' else ',') if row
-        ]
+        delimiter = '\t' if ending == '.tsv' else ','
+        lines = [row for row in csv.reader(io.StringIO(text, newline=''), delimiter=delimiter) if row]
         rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
         return 'csv', rows, len(lines) - 1 - len(rows)
     if ending in ('.yaml', '.yml') and name == path:
@@ -400,23 +387,17 @@ def check_files(draw, folder):
 
     (part,) = {part.path for part in source.parts}
     data = Path(part).read_bytes()
+    columns = None if source.chat else sources.fields_of(content.text_field or 'text')
     try:
-        kind, rows, broken = read_plainly(
-            Path(part), None if source.chat else sources.fields_of(content.text_field or 'text')
-        )
+        kind, rows, broken = read_plainly(Path(part), columns)
     except Exception as error:  # no library reads it
         if found or not notes:
-            raise Wrong(
-                f'{len(found)} texts of a file that cannot be read ({one_line(error)}): {found!r}'[:LIMIT]
-            ) from error
+            why = f'{len(found)} texts of a file that cannot be read ({one_line(error)}): {found!r}'
+            raise Wrong(why[:LIMIT]) from error
         raise Refused('; '.join(notes)) from error
     if kind == 'text':
-        check(
-            not data.startswith(BINARY[:4]) or Path(part).suffix in sources.COMPRESSED,
-            'packed data learned as text',
-            part,
-            data[:99],
-        )
+        is_packed = data.startswith(BINARY[:4]) and Path(part).suffix not in sources.COMPRESSED
+        check(not is_packed, 'packed data learned as text', part, data[:99])
         check(not rows.startswith(LFS[:30]), 'a pointer is learned', part)
         check(b'\0' not in rows[:8192], 'zero bytes are learned', part)
         expected = [rows.decode('utf-8', 'replace').encode()]

@@ -31,11 +31,9 @@ watched = []  # the folder whose files the case must not open, and what it has o
 
 
 def watch(event, arguments):
-    if (
-        watched
-        and event in ('open', 'os.remove', 'os.rename', 'os.link')
-        and isinstance(arguments[0], (str, bytes, Path))
-    ):
+    if not watched or event not in ('open', 'os.remove', 'os.rename', 'os.link'):
+        return
+    if isinstance(arguments[0], (str, bytes, Path)):
         path = os.path.realpath(os.fsdecode(arguments[0]))
         if path.startswith(watched[0] + os.sep):
             watched.append(path)

@@ -143,10 +143,8 @@ def spelled_message(draw, message):
     if 'tool_calls' in message:
         calls = message.pop('tool_calls')
         if some(draw, 0.2):
-            message['function_call'] = {
-                'name': calls[0]['function']['name'],
-                'arguments': json.dumps(calls[0]['function']['arguments']),
-            }
+            function = calls[0]['function']
+            message['function_call'] = {**function, 'arguments': json.dumps(function['arguments'])}
         else:
             message['tool_calls'] = [spelled_call(draw, call) for call in calls]
     if isinstance(message['content'], str) and some(draw, 0.15):
@@ -204,19 +202,16 @@ def in_prompt_form(draw, messages, tools):
     for message in messages[:last]:
         if message['role'] == 'assistant':
             message['weight'] = 0
-    prompt, completion = (
-        [spelled_message(draw, message) for message in part] for part in (messages[:last], messages[last:])
-    )
+    prompt = [spelled_message(draw, message) for message in messages[:last]]
+    completion = [spelled_message(draw, message) for message in messages[last:]]
     for message in (*prompt, *completion):
         message.pop('weight', None)
     if len(messages) == 2 and some(draw, 0.3):
         prompt = messages[0]['content']
     if 'thought' not in messages[last] and some(draw, 0.5):
         completion = messages[last]['content']
-    row = {
-        'prompt': json.dumps(prompt) if some(draw, 0.1) and not isinstance(prompt, str) else prompt,
-        'completion': completion,
-    }
+    prompt = json.dumps(prompt) if some(draw, 0.1) and not isinstance(prompt, str) else prompt
+    row = {'prompt': prompt, 'completion': completion}
     return row | (spelled_tools(draw, tools) if tools else {})
 
 
@@ -310,25 +305,9 @@ def mutate(draw, value):
         elif form == 4:
             value[key] = {draw.choice(['content', 'text', 'a', 'role']): value[key]}
         else:
-            anything = [
-                None,
-                0,
-                1,
-                -1,
-                1e300,
-                float('nan'),
-                True,
-                '',
-                'x',
-                [],
-                {},
-                [None],
-                {'a': None},
-                'user',
-                '[',
-                '\ufdd0',
-            ]
-            value[key] = draw.choice([*anything, 'assistant', 'system', 'tool', '\ud800', [[]], '{"a": 1}', 'null'])
+            anything = [None, 0, 1, -1, 1e300, float('nan'), True, '', 'x', [], {}, [None], {'a': None}, 'user', '[']
+            anything += ['\ufdd0', 'assistant', 'system', 'tool', '\ud800', [[]], '{"a": 1}', 'null']
+            value[key] = draw.choice(anything)
         return
 
 
@@ -424,10 +403,8 @@ def is_silent(number, message):
 def learned_text(template, ids, flags):
     """The text that is learned, one stretch after the other."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
-    return [
-        template.raw.decode(ids[a:b].tolist(), skip_special_tokens=False)
-        for a, b in zip(edges[::2], edges[1::2], strict=True)
-    ]
+    stretches = [ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [template.raw.decode(stretch, skip_special_tokens=False) for stretch in stretches]
 
 
 def check_row(draw, folder):
@@ -451,9 +428,7 @@ def check_row(draw, folder):
     row = json.loads(json.dumps(row))
     messages = json.loads(json.dumps(messages, ensure_ascii=False).encode('utf-8', 'replace'))
     fold = some(draw, 0.1)
-    conversation = (
-        chat_rows.conversation_of(row).encode('utf-8', 'replace').decode()
-    )  # as text/documents.py passes it on
+    conversation = chat_rows.conversation_of(row).encode('utf-8', 'replace').decode()  # as documents.py passes it on
     examples = list(template.encoder.examples(conversation, fold))
 
     check(not is_spoilt, 'a row that says nothing was learned', row, [text for _, _, text in examples])
@@ -479,21 +454,15 @@ def check_row(draw, folder):
         raise Wrong(f'learned what apply_chat_template refuses: {one_line(error)} | {row!r}'[:LIMIT]) from error
     if template.name == 'cuts off' and words != messages:
         return
-    if template.name != 'takes in spaces' or not any(
-        letter in json.dumps(words, ensure_ascii=False) for letter in PRIVATE
-    ):
+    spells_tokens = any(letter in json.dumps(words, ensure_ascii=False) for letter in PRIVATE)
+    if template.name != 'takes in spaces' or not spells_tokens:
         check_prompts(template, examples, prompts, row)
         check_asked(template, conversation, fold, prompts, row)
     for ids, _, text in examples:
         if template.kind in ('gpt2', 'llama3', 'lines') and template.name != 'takes in spaces':
             decoded = template.raw.decode(ids.tolist(), skip_special_tokens=False)
-            check(
-                decoded in (text, text + template.raw.id_to_token(template.eot)),
-                'other text of the ids',
-                row,
-                decoded,
-                text,
-            )
+            expected_text = (text, text + template.raw.id_to_token(template.eot))
+            check(decoded in expected_text, 'other text of the ids', row, decoded, text)
     if expected is None:
         return
     if any((flags & AS_END).any() for _, flags, _ in examples):
@@ -582,10 +551,9 @@ def check_words(messages, tools, learned, examples, row):
     texts = [text for _, _, text in examples]
     learned_words = [word for part in learned for word in words_in(part)]
     for message in messages:
-        is_learned = message['role'] == 'assistant' and message.get('weight', 1)
-        parts = (
-            re.split('</?think>', message['content'] or '') if message['role'] == 'assistant' else [message['content']]
-        )
+        is_answer = message['role'] == 'assistant'
+        is_learned = is_answer and message.get('weight', 1)
+        parts = re.split('</?think>', message['content'] or '') if is_answer else [message['content']]
         if not is_learned:  # the thoughts of answers before the learned one may be left out
             parts = parts[-1:]
         calls = [call['function'] for call in message.get('tool_calls', [])]

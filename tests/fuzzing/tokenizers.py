@@ -24,15 +24,8 @@ def draw_tokenizer_folder(draw, folder):
 
     kind = draw.choice(TOKENIZERS)
     tokenizer = Tokenizer.from_str(small_tokenizer(kind))
-    names = [
-        '<|endoftext|>',
-        '<s>',
-        '</s>',
-        '<|im_start|>',
-        '<|im_end|>',
-        *draw.sample(['<pad>', '<think>', '[X]', 'tide', ' two'], 2),
-    ]
-    for name in names:
+    more = draw.sample(['<pad>', '<think>', '[X]', 'tide', ' two'], 2)
+    for name in ('<|endoftext|>', '<s>', '</s>', '<|im_start|>', '<|im_end|>', *more):
         flags = {flag: some(draw, 0.1) for flag in ('lstrip', 'rstrip', 'single_word', 'normalized')}
         token = AddedToken(name, special=name[0] == '<' and some(draw, 0.9), **flags)
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
@@ -52,9 +45,8 @@ def draw_tokenizer_folder(draw, folder):
     about['tokenizer_class'] = draw.choice([*CLASSES[:2] * 4, *CLASSES, None])
     if some(draw, 0.15):
         number = tokenizer.get_vocab_size() + draw.choice([0, 0, 5, -3])
-        about['added_tokens_decoder'] = {
-            str(number): {'content': draw.choice(['<new>', 'time', '<s>']), 'special': some(draw, 0.7)}
-        }
+        token = {'content': draw.choice(['<new>', 'time', '<s>']), 'special': some(draw, 0.7)}
+        about['added_tokens_decoder'] = {str(number): token}
     for name in ('add_bos_token', 'add_prefix_space', 'legacy', 'clean_up_tokenization_spaces', 'do_lower_case'):
         if some(draw, 0.1):
             about[name] = some(draw, 0.5)
@@ -68,26 +60,16 @@ def draw_tokenizer_folder(draw, folder):
         (folder / 'chat_template.jinja').write_text(template)
     elif form == 5:
         about['chat_template'] = draw.choice(['{% if %}', '{{ x', 5, [], [{'name': 'a'}], {'default': template}, ''])
-    (folder / 'tokenizer_config.json').write_text(
-        json.dumps({key: value for key, value in about.items() if value is not None})
-    )
+    files = {'tokenizer_config': {key: value for key, value in about.items() if value is not None}}
     if some(draw, 0.2):
-        (folder / 'config.json').write_text(
-            json.dumps(
-                {
-                    'model_type': draw.choice(['llama', 'gpt2', 'qwen2', 'x']),
-                    'eos_token_id': draw.choice([end, [end], 9999, '2']),
-                }
-            )
-        )
+        files['config'] = {'model_type': draw.choice(['llama', 'gpt2', 'qwen2', 'x'])}
+        files['config']['eos_token_id'] = draw.choice([end, [end], 9999, '2'])
     if some(draw, 0.2):
-        (folder / 'generation_config.json').write_text(
-            json.dumps({'eos_token_id': draw.choice([end, [end, 0], [], None, -1])})
-        )
+        files['generation_config'] = {'eos_token_id': draw.choice([end, [end, 0], [], None, -1])}
     if some(draw, 0.2):
-        (folder / 'special_tokens_map.json').write_text(
-            json.dumps({'eos_token': draw.choice(['</s>', {'content': '</s>'}])})
-        )
+        files['special_tokens_map'] = {'eos_token': draw.choice(['</s>', {'content': '</s>'}])}
+    for name, content in files.items():
+        (folder / f'{name}.json').write_text(json.dumps(content))
     if some(draw, 0.2):
         path = folder / draw.choice(['tokenizer.json', 'tokenizer.json', *(path.name for path in folder.iterdir())])
         harm = draw.randrange(4)
@@ -125,21 +107,14 @@ def check_tokenizer(draw, folder):
         theirs = None  # then only tokenizer.json is left
     for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
         expected = raw.encode(text, add_special_tokens=False).ids
-        check(
-            ids.tolist() == ours.encode(text) == expected, 'other ids than those of tokenizer.json', text, ids, expected
-        )
+        is_same = ids.tolist() == ours.encode(text) == expected
+        check(is_same, 'other ids than those of tokenizer.json', text, ids, expected)
         check(ours.decode(ids) == raw.decode(expected, skip_special_tokens=False), 'other text', text, ours.decode(ids))
         check(max(expected, default=0) < ours.vocab_size, 'an id beyond the vocabulary', expected, ours.vocab_size)
         if theirs is not None:
             expected = theirs.encode(text, add_special_tokens=False)
-            check(
-                ids.tolist() == expected,
-                "other ids than AutoTokenizer's",
-                type(theirs).__name__,
-                text,
-                ids.tolist(),
-                expected,
-            )
+            values = type(theirs).__name__, text, ids.tolist(), expected
+            check(ids.tolist() == expected, "other ids than AutoTokenizer's", *values)
     unknown = raw.encode('\U0010ffff', add_special_tokens=False).ids  # letters that no word has
     for token in spelled:
         ids = ours.encode(f'a {token} b{token}')
@@ -156,10 +131,8 @@ def check_chat_of_tokenizer(draw, folder, ours, theirs):
     specials = {number for number, token in added.items() if token.special}
     answer, counts = draw.choice(['w2x', ' w2x\n"so"', '\nw2x']), []
     for spelled in ('w3x', draw.choice(['<|im_end|>', '<|im_start|>', '<s>', '</s>', '<|endoftext|>'])):
-        messages = [
-            {'role': 'user', 'content': f'time {spelled} w1x'},
-            {'role': 'assistant', 'content': f'{answer} {spelled} w4x'},
-        ]
+        messages = [{'role': 'user', 'content': f'time {spelled} w1x'}]
+        messages.append({'role': 'assistant', 'content': f'{answer} {spelled} w4x'})
         try:
             examples = list(encoder.examples(chat_rows.conversation_of({'messages': messages})))
             asked = theirs and TransformersLanguage(theirs, folder).prompt_of_chat({'messages': messages[:1]}).ids
