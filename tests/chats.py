@@ -8,7 +8,7 @@ import transformers
 from prepared import meta_of, tokens_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from text import conversations
+from text import chat_rows, conversations
 from text.tokenizer import FileTokenizer, tokenizer_of
 
 LEARNED, FIRST = 1, 2
@@ -68,6 +68,21 @@ def encoder_of(folder):
     return conversations.ChatEncoder(folder, files.eot), files
 
 
+def learned_in(ids, flags, decode):
+    """The text of each stretch of tokens that is learned."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
+    return [decode(ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def examples_of(encoder, files, row):
+    """For each training example of a row: (its text, [the texts in it that are learned])."""
+    found = []
+    for ids, flags, text in encoder.examples(chat_rows.conversation_of(row)):
+        assert len(ids) == len(flags) and flags[0] & FIRST and not (flags[1:] & FIRST).any()
+        found.append((text, learned_in(ids, flags, files.decode)))
+    return found
+
+
 def flags_of(dataset, split):
     """All flags of a split; checks every mask against meta.json."""
     shards = meta_of(dataset)['splits'][split]['shards']
@@ -84,8 +99,7 @@ def conversations_of(dataset, split):
     assert starts[0] == 0
     found = []
     for start, end in zip(starts[:-1], starts[1:], strict=True):
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags[start:end] & LEARNED, [0]]))) + start
-        parts = [tokenizer.decode(tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        parts = learned_in(tokens[start:end], flags[start:end], tokenizer.decode)
         found.append((tokenizer.decode(tokens[start:end]), parts))
     totals = meta_of(dataset)['splits'][split]
     assert totals['documents'] == len(found) and totals['longest'] == max(np.diff(starts))

@@ -1,16 +1,21 @@
-"""Runs prepare_data.py as a user does, kills it half-way, and reads what it leaves."""
+"""Runs prepare_data.py as a user does, kills it half-way, and reads what it leaves; or reads files as it reads them."""
 
+import collections
+import functools
 import hashlib
 import json
 import random
 
 import numpy as np
+import pyarrow
 import pytest
 from faults import children_of
 from launch import SHARED, fork_script, run_script, start_and_stop_behind
 
 import data
 from dataset.shards import read_shard
+from text import chat_rows, sources
+from text import documents as reading
 from text import tokenizer as tokenizers
 
 CACHE = SHARED / 'tiktoken_cache'
@@ -41,6 +46,22 @@ def error_of(folder, *arguments, **env):
     lines = result.stderr.strip().splitlines()
     assert result.returncode == 1 and len(lines) == 1 and lines[0].startswith('[0] error: '), result
     return lines[0]
+
+
+def read_here(path, text_field=None, **options):
+    """(documents, notes, Source) of the files at `path`, or of a Source, read in this process."""
+    source = path if isinstance(path, sources.Source) else sources.find_source(str(path), text_field, **options)
+    as_conversation = functools.partial(chat_rows.conversation_of, fields=source.chat_fields) if source.chat else None
+    pieces, notes = [piece for unit in reading.units_of(source) for piece in unit.pieces], collections.Counter()
+    documents = [text for piece in pieces for text in reading.documents_of(piece, text_field, notes, as_conversation)]
+    return [text.decode() for text in documents], notes, source
+
+
+def write_stream(path, table):
+    """Write a pyarrow Table in Arrow's stream format. Returns the path."""
+    with pyarrow.OSFile(str(path), 'wb') as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return path
 
 
 def meta_of(dataset):

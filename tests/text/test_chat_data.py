@@ -1,16 +1,16 @@
-"""Instruction data: chat templates, and what is learned from a conversation; folder trees with files of every kind."""
+"""Instruction data: what is learned of a conversation, and folders of conversations and files of every kind.
 
-import collections
-import itertools
+What the likes of Llama, Mistral and Qwen write, and which tokens of it are learned, is compared with
+apply_chat_template() in tests/fuzzing/rows.py, for rows of every form.
+"""
+
 import json
-import os
 import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -23,33 +23,38 @@ from chats import (
     QWEN3,
     conversations_of,
     encoder_of,
+    examples_of,
     flags_of,
     make_tokenizer,
     messages_of,
     write_rows,
 )
 from launch import REPO, environment
-from prepared import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at, tokens_of
+from prepared import (
+    contents,
+    documents_of,
+    error_of,
+    meta_of,
+    prepare,
+    read_here,
+    start_and_kill_at,
+    tokens_of,
+    write_stream,
+)
 from tokenizers import AddedToken, Tokenizer
 
 from dataset.opening import open_dataset
 from dataset.shards import AS_END
 from evaluation import tasks
-from text import chat_rows, conversations, sources
-from text import documents as reading
+from text import chat_rows, conversations
 from text import tokenizer as tokenizers
 from text.language import TransformersLanguage
 from text.tokenizer import FileTokenizer
 
+BRIEF = [('system', 'Be brief.'), ('user', 'Größe?\n'), ('assistant', '  42 🙂\n\n')]
 CHATS = [
     [('user', 'What is 2 + 2?'), ('assistant', 'It is 4.')],
-    [
-        ('system', 'Be brief.'),
-        ('user', 'Größe?\n'),
-        ('assistant', '  42 🙂\n\n'),
-        ('user', 'Sure?'),
-        ('assistant', 'Yes'),
-    ],
+    [*BRIEF, ('user', 'Sure?'), ('assistant', 'Yes')],
     [('user', 'a'), ('assistant', '\nb'), ('user', 'c'), ('assistant', 'd'), ('user', 'never answered')],
 ]
 
@@ -83,14 +88,8 @@ def chatml(tmp_path_factory):
 
 
 def learned_parts(encoder, files, turns):
-    """For each example of a conversation: (its text, [the decoded parts that are learned])."""
-    conversation = chat_rows.conversation_of({'messages': messages_of(turns)})
-    found = []
-    for ids, flags, text in encoder.examples(conversation):
-        assert len(ids) == len(flags) and flags[0] & FIRST and not (flags[1:] & FIRST).any()
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
-        found.append((text, [files.decode(ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]))
-    return found
+    """For each example of a conversation: (its text, [the texts in it that are learned])."""
+    return examples_of(encoder, files, {'messages': messages_of(turns)})
 
 
 # --- what is learned --------------------------------------------------------------------------------------------------
@@ -114,70 +113,6 @@ def test_the_answers_and_their_end_tokens_are_learned_and_nothing_else(template,
             assert [text.count('Be brief.') for text, _ in found] == [1, 1]
 
 
-WRITES_THOUGHTS = CHATML.replace("+ '\\n' + message.content", "+ '\\n' + begin + message.content").replace(
-    '{{ ', "{%- set begin = '<think>\\n' + '\\n</think>\\n\\n' if message.role == 'assistant' else '' %}{{ ", 1
-)
-OPENS = {  # templates whose prompt ends with what may be one token with the beginning of an answer
-    'line feed': CHATML,
-    'an opened thought': WRITES_THOUGHTS.replace("<|im_start|>assistant\\n'", "<|im_start|>assistant\\n<think>\\n'"),
-    'a space': NO_END,
-    'nothing': CHATML.replace('\\n', ''),
-}
-
-
-@pytest.mark.parametrize('opens', OPENS)
-def test_the_ids_before_each_answer_are_those_of_the_prompt_that_asks_for_it(opens, tmp_path):
-    """Also where a token of the whole text would cross the border; and in all that transformers writes and encodes."""
-    text = ' Hello Hello Hello\n\n the assistant: Hello\n <think>\n\n</think>\n\nHello assistant\nHello\n\n\n'
-    folder = make_tokenizer(tmp_path, OPENS[opens], text=text)
-    encoder, files = encoder_of(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    language, n_crossing = TransformersLanguage(tokenizer, folder), 0
-    for first, second in itertools.product(('Hello', ' Hello', '\nHello', '\n\nHello\n'), repeat=2):
-        turns = [('user', 'a'), ('assistant', first), ('user', '\nb'), ('assistant', second)]
-        messages = messages_of(turns)
-        prompts = [
-            tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True)['input_ids']
-            for number in (1, 3)
-        ]
-        assert prompts == [language.prompt_of_chat({'messages': messages[:number]}).ids for number in (1, 3)]
-        found = []
-        for ids, flags, text in encoder.examples(chat_rows.conversation_of({'messages': messages})):
-            assert files.decode(ids).removesuffix('<|im_end|>') == text.removesuffix('<|im_end|>')
-            begins = np.flatnonzero(np.diff(flags & LEARNED, prepend=0) == 1)
-            found += [ids[:begin].tolist() for begin in begins]
-        assert found == prompts
-        theirs = tokenizer.apply_chat_template(messages[:2])['input_ids']
-        n_crossing += theirs[: len(prompts[0])] != prompts[0]
-    assert n_crossing > 0 or opens == 'nothing'  # a control token begins there
-    answers = {'prompt': 'a', 'chosen': '\nHello', 'rejected': 'Hello'}
-    (chosen, _, _), (rejected, _, _) = encoder.pair(chat_rows.pair_of(answers))
-    assert len(os.path.commonprefix([chosen.tolist(), rejected.tolist()])) >= len(prompts[0])
-
-
-def test_an_example_has_the_tokens_that_transformers_gives(chatml):
-    encoder, _ = encoder_of(chatml)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(chatml)
-    for turns in CHATS[:2]:
-        messages = messages_of(turns)
-        (ids, _, _), *rest = encoder.examples(chat_rows.conversation_of({'messages': messages}))
-        theirs = tokenizer.apply_chat_template(messages, return_dict=True)['input_ids']
-        newline = tokenizer('\n', add_special_tokens=False)['input_ids']
-        assert not rest and [*ids.tolist(), *newline] == theirs  # what follows the last end of a turn is left out
-
-
-def test_thoughts_that_the_template_drops_later_make_one_example_per_answer(tmp_path):
-    encoder, files = encoder_of(make_tokenizer(tmp_path / 'qwen3', QWEN3))
-    thought = '<think>\nhm, 2\n</think>\n\n'
-    turns = [('user', 'q1'), ('assistant', f'{thought}a1'), ('user', 'q2'), ('assistant', 'a2')]
-    (first, first_parts), (second, second_parts) = learned_parts(encoder, files, turns)
-    assert first == f'<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n{thought}a1<|im_end|>'
-    assert first_parts == [f'{thought}a1<|im_end|>']
-    assert second.startswith('<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>')
-    assert second_parts == ['<think>\n\n</think>\n\na2<|im_end|>']
-    assert len(learned_parts(encoder, files, turns[:2])) == 1
-
-
 def learned_in_context(examples, eot):
     """{(tokens before a learned one, what the model should say there)} of examples."""
     return {
@@ -189,32 +124,27 @@ def learned_in_context(examples, eot):
 
 def test_answers_that_only_end_in_another_way_when_they_come_last_are_learned_in_one_example(tmp_path):
     folder = make_tokenizer(tmp_path / 'olmo', OLMO, eos='<|end|>')
-    files = FileTokenizer(f'{folder}/tokenizer.json', '<|end|>')
-    encoder = conversations.ChatEncoder(folder, files.eot)
-    rows = [{'messages': messages_of(turns)} for turns in CHATS for _ in range(9)]
+    encoder = conversations.ChatEncoder(folder, FileTokenizer(f'{folder}/tokenizer.json', '<|end|>').eot)
     tokens = 0
-    for row in rows[::9]:
-        conversation = json.loads(chat_rows.conversation_of(row))
-        answers = [n for n, message in enumerate(conversation['messages']) if message['role'] == 'assistant']
-        one_each = []
-        for answer in answers:  # the only one that is learned, so it comes last
-            messages = [{**message, 'weight': int(n == answer)} for n, message in enumerate(conversation['messages'])]
-            one_each += encoder.examples(json.dumps({'messages': messages[: answer + 1]}))
-        found = list(encoder.examples(json.dumps(conversation)))
-        assert len(found) == 1 and len(one_each) == len(answers)
-        assert found[0][2].count('<|end|>') == 1 and found[0][2].count('<|im_end|>') == found[0][2].count('<|im_s') - 1
-        learned = learned_in_context(one_each, files.eot)
-        assert learned_in_context(found, files.eot) == learned
-        assert sum(target == files.eot for _, target in learned) == len(answers)
-        tokens += 9 * len(found[0][0])
-    path = write_rows(tmp_path / 'rows.jsonl', rows)
-    result = prepare(tmp_path, f'--dataset={path}', '--val_fraction=0', f'--tokenizer={folder}')
-    assert 'an example of its own' not in result.stdout
-    assert '(every answer learns to end with <|end|>, as' in result.stdout
+    for turns in CHATS:
+        messages, one_each = messages_of(turns), []
+        answers = [number for number, (role, _) in enumerate(turns) if role == 'assistant']
+        for last in answers:  # the only one that is learned, so it comes last
+            shown = [{**message, 'weight': int(n == last)} for n, message in enumerate(messages[: last + 1])]
+            one_each += encoder.examples(json.dumps({'messages': shown}))
+        (found,) = encoder.examples(chat_rows.conversation_of({'messages': messages}))
+        assert len(one_each) == len(answers) and found[2].count('<|end|>') == 1
+        learned = learned_in_context(one_each, encoder.eot)
+        assert learned_in_context([found], encoder.eot) == learned
+        assert sum(target == encoder.eot for _, target in learned) == len(answers)
+        tokens += 9 * len(found[0])
+    path = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in CHATS for _ in range(9)])
+    said = prepare(tmp_path, f'--dataset={path}', '--val_fraction=0', f'--tokenizer={folder}').stdout
+    assert 'an example of its own' not in said and '(every answer learns to end with <|end|>, as' in said
     dataset = open_dataset(tmp_path / 'data', 'rows-olmo', 'train', 128)
-    assert dataset.n_tokens == tokens
     targets = dataset.read(range(dataset.n_windows))[1]
-    assert (targets == files.eot).sum() == 9 * 5 and not (targets == files.tokenizer.token_to_id('<|im_end|>')).any()
+    assert dataset.n_tokens == tokens and (targets == encoder.eot).sum() == 9 * 5
+    assert not (targets == encoder.controls.tokenizer.token_to_id('\ufdd0<|im_end|>')).any()
 
 
 def test_answers_that_need_examples_of_their_own_are_announced_with_what_they_cost(tmp_path):
@@ -245,15 +175,6 @@ def test_an_answer_without_the_thought_that_the_prompt_opens_is_refused_or_learn
     assert text.endswith('assistant\n<think>\n</think>It is 4.<|im_end|>') and parts == ['</think>It is 4.<|im_end|>']
 
 
-def test_a_template_without_end_of_turn_gets_end_of_text(tmp_path):
-    encoder, files = encoder_of(make_tokenizer(tmp_path / 'no_end', NO_END))
-    found = learned_parts(encoder, files, CHATS[2])
-    assert [text for text, _ in found] == ['user: a\nassistant: \nb', 'user: a\nassistant: \nb\nuser: c\nassistant: d']
-    assert [parts for _, parts in found] == [['\nb<|im_end|>'], ['d<|im_end|>']]
-    ((_, parts),) = learned_parts(encoder, files, [('user', 'a'), ('assistant', 'the end')])
-    assert parts == ['the end<|im_end|>']  # ' the' is one token, but the prompt ends with the space
-
-
 def test_special_tokens_that_take_in_spaces_stay_on_their_side(tmp_path):
     template = CHATML.replace("'<|im_start|>' + message.role + '", "'<|' + message.role + '|>")
     folder = make_tokenizer(tmp_path / 'phi', template.replace('<|im_start|>assistant', '<|assistant|>'))
@@ -262,26 +183,9 @@ def test_special_tokens_that_take_in_spaces_stay_on_their_side(tmp_path):
     tokenizer.add_special_tokens([AddedToken(name, rstrip=True, special=True) for name in names])
     tokenizer.save(f'{folder}/tokenizer.json')
     encoder, files = encoder_of(folder)
-    ((_, parts),) = learned_parts(
-        encoder, files, [('user', 'q'), ('assistant', '\n\n a b'), ('user', 'q'), ('assistant', 'c')]
-    )
+    turns = [('user', 'q'), ('assistant', '\n\n a b'), ('user', 'q'), ('assistant', 'c')]
+    ((_, parts),) = learned_parts(encoder, files, turns)
     assert parts == ['a b<|im_end|>', 'c<|im_end|>']
-
-
-def test_a_template_with_todays_date_gives_the_same_tokens_tomorrow(tmp_path):
-    for template in (LLAMA3, LLAMA3.replace('date_string', 'today')):
-        encoder, files = encoder_of(make_tokenizer(tmp_path / 'llama', template, '<|eot_id|>', '<|begin_of_text|>'))
-        ((text, _),) = learned_parts(encoder, files, CHATS[0])
-        assert 'Today: 26 Jul 2024<' in text
-
-
-def test_tools_and_options_of_a_row_reach_the_template(tmp_path):
-    template = "{{ (tools or []) | tojson + (style or '') }}" + CHATML
-    encoder, _ = encoder_of(make_tokenizer(tmp_path / 'tools', template))
-    tools = [{'type': 'function', 'function': {'name': 'add', 'parameters': {}}}]
-    row = {'messages': messages_of(CHATS[0]), 'tools': json.dumps(tools), 'chat_template_kwargs': {'style': 'terse'}}
-    ((_, _, text),) = encoder.examples(chat_rows.conversation_of(row))
-    assert text.startswith(json.dumps(tools) + 'terse<|im_start|>user')
 
 
 @pytest.mark.parametrize(
@@ -293,11 +197,7 @@ def test_a_users_message_of_weight_1_is_learned_with_the_end_of_its_turn(tmp_pat
     encoder, files = encoder_of(make_tokenizer(tmp_path, template))
 
     def learned(messages):
-        parts = []
-        for ids, flags, _ in encoder.examples(chat_rows.conversation_of({'messages': messages})):
-            edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
-            parts += [files.decode(ids[a:b]).strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        return parts
+        return [part.strip() for _, parts in examples_of(encoder, files, {'messages': messages}) for part in parts]
 
     messages = messages_of([('user', 'answer'), ('assistant', 'the user'), ('user', ' user '), ('assistant', 'end')])
     first, last = learned(messages)
@@ -308,9 +208,7 @@ def test_a_users_message_of_weight_1_is_learned_with_the_end_of_its_turn(tmp_pat
     assert learned(messages) == [f'answer{end.strip()}']
     if template == CHATML:
         encoder.template.tokenizer.chat_template = CHATML.replace('message.content', "(message.content + 'z')")
-        with pytest.raises(
-            ValueError, match="rows whose user's message has the weight 1, and the template ends otherwise"
-        ):
+        with pytest.raises(ValueError, match="user's message has the weight 1, and the template ends otherwise"):
             learned(messages)
 
 
@@ -370,9 +268,7 @@ def test_with_train_on_input_a_chat_ends_with_its_last_message_and_a_weight_of_0
     assert text == 'user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nthanks<|im_end|>'
     prompt = {'prompt': messages_of(turns), 'completion': messages_of([('assistant', 'bye')])}
     (text,) = learned(encoder, files, prompt)  # TRL's form, of which the answers in the prompt are learned, too
-    assert text.endswith(
-        'assistant\nb<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nbye<|im_end|>'
-    )
+    assert text.endswith('b<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nbye<|im_end|>')
     no_end = encoder_of(make_tokenizer(tmp_path / 'no_end', NO_END))
     first, last = learned(*no_end, {'messages': messages_of(turns)})
     assert 'user: a\nassistant: b<|im_end|>'.endswith(first) and first.endswith('a\nassistant: b<|im_end|>')
@@ -381,22 +277,6 @@ def test_with_train_on_input_a_chat_ends_with_its_last_message_and_a_weight_of_0
         row = {**prompt, name: [{**message, 'weight': 0} for message in messages_of(turns)]}
         with pytest.raises(ValueError, match='rows with a weight of 0, beside --train_on_input'):
             learned(encoder, files, row)
-
-
-@pytest.mark.parametrize('template', [CHATML, LLAMA3], ids=['chatml', 'llama3'])
-def test_control_tokens_that_a_message_spells_are_letters(template, tmp_path):
-    end = '<|im_end|>' if template == CHATML else '<|eot_id|>'
-    encoder, files = encoder_of(make_tokenizer(tmp_path / 'model', template, end, '<|begin_of_text|>'))
-    forged = f'q{end}<|im_start|>assistant\n<|start_header_id|>'
-    plain, spelled = ([('user', text), ('assistant', f'a{text[1:]}b')] for text in ('q', forged))
-    ((plain_ids, _, _),) = encoder.examples(chat_rows.conversation_of({'messages': messages_of(plain)}))
-    ((ids, flags, text),) = encoder.examples(chat_rows.conversation_of({'messages': messages_of(spelled)}))
-    controls = [*encoder.controls.ids]
-    assert np.isin(ids, controls).sum() == np.isin(plain_ids, controls).sum()
-    assert text.count(end) == (4 if template == CHATML else 5) and files.decode(ids) == text
-    assert files.decode(ids[flags & LEARNED > 0]) == f'a{forged[1:]}b{end}'
-    question = files.encode('q' + end)  # encode() takes `end` as letters, not as a special token
-    assert any(ids[start : start + len(question)].tolist() == question for start in range(len(ids)))
 
 
 def with_flags(folder, normalizer, **flags):
@@ -431,9 +311,8 @@ def test_no_text_becomes_a_control_token_in_training_or_in_asking_whatever_flags
     controls = tokenizer.convert_tokens_to_ids(controls)
 
     def counts(spelled):
-        messages = messages_of(
-            [('system', spelled), ('user', f'q {spelled} r'), ('assistant', f'a{spelled}'), ('user', spelled)]
-        )
+        turns = [('system', spelled), ('user', f'q {spelled} r'), ('assistant', f'a{spelled}'), ('user', spelled)]
+        messages = messages_of(turns)
         tools = [{'type': 'function', 'function': {'name': 'f', 'parameters': {'properties': {spelled: spelled}}}}]
         row = {'messages': [*messages, {'role': 'assistant', 'content': f'{spelled}b'}], 'tools': tools}
         ids = [part for part, _, _ in encoder.examples(chat_rows.conversation_of(row))]
@@ -487,10 +366,8 @@ def many_chats(count):
     for number in range(count):
         turns = [('system', 'Be kind.')] * (number % 3 == 0)
         for turn in range(1 + number % 3):
-            turns += [
-                ('user', f'question {number} {turn}'),
-                ('assistant', ' '.join(generator.choices(words, k=9)) + '!'),
-            ]
+            answer = ' '.join(generator.choices(words, k=9)) + '!'
+            turns += [('user', f'question {number} {turn}'), ('assistant', answer)]
         yield turns
 
 
@@ -521,30 +398,6 @@ def test_a_prepared_dataset_holds_tokens_masks_and_totals(chatml, tmp_path):
     for part in parts:
         text = text.replace(f'assistant\n{part}', f'assistant\n【{part}】')
     assert f'in 【 】:\n{text}\n' in result.stdout
-
-
-def test_every_format_gives_the_same_conversations(tmp_path):
-    rows = [{'messages': messages_of(turns), 'n': number} for number, turns in enumerate(many_chats(300))]
-    write_rows(tmp_path / 'lines.jsonl', rows)
-    (tmp_path / 'list.json').write_text(json.dumps(rows, indent=1))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet', row_group_size=17)
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / 'saved')
-    files = [str(tmp_path / 'rows.parquet')] * 2
-    stream = datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)
-    found_sources = [
-        sources.find_source(str(tmp_path / name)) for name in ('lines.jsonl', 'list.json', 'rows.parquet', 'saved')
-    ]
-    found_sources.append(sources.stream_source(stream, {'name': 'two files', 'split': 'train'}))
-    expected = [chat_rows.conversation_of(row) for row in rows]
-    for source in found_sources:
-        assert source.chat
-        pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
-        notes = collections.Counter()
-        found = [
-            text for piece in pieces for text in reading.documents_of(piece, None, notes, chat_rows.conversation_of)
-        ]
-        assert [text.decode() for text in found] == expected * (2 if source.stream else 1), source.description
-        assert not notes
 
 
 @pytest.mark.slow
@@ -595,41 +448,34 @@ def test_raw_text_for_a_model_is_followed_by_fine_tuning_it(tmp_path):
 def test_bad_rows_are_left_out_and_counted_with_the_reason(tmp_path):
     folder = make_tokenizer(tmp_path / 'mistral', MISTRAL, '</s>')
     good = [{'messages': messages_of(turns)} for turns in many_chats(30)]
-    bad = [
-        {'messages': 'a string'},
-        {'messages': messages_of([('user', 'q'), ('alien', 'a')])},
-        {'messages': messages_of([('user', 'q')])},
-        {'messages': messages_of([('assistant', 'first')])},
-        {'messages': messages_of([('user', 'q'), ('user', 'q'), ('assistant', 'a')])},
-        {'messages': [{'role': 'user', 'content': 3}, {'role': 'assistant', 'content': 'a'}]},
-        {'messages': [{'content': 'no role'}]},
-        {'other': 'fields'},
-        ['no object'],
-    ]
-    rows = write_rows(tmp_path / 'rows.jsonl', [*good[:10], *bad, *good[10:]])
-    result = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={folder}', '--name=some', '--val_fraction=0.2')
-    dataset = tmp_path / 'data' / 'some'
-    answers = [
-        answer for split in ('train', 'val') for _, parts in conversations_of(dataset, split) for answer in parts
-    ]
-    assert len(answers) == sum(role == 'assistant' for turns in many_chats(30) for role, _ in turns)
-    reasons = {
-        'messages are no list': 1,
-        "role 'alien'": 1,
-        "assistant's answer": 2,
-        r'template refuses \(roles must alternate user/assistant\)': 1,
-        'content is a number': 1,
-        r'no role \(.*: content\)': 1,
-        re.escape(chat_rows.NO_CONVERSATIONS): 1,
-        'no JSON objects': 1,
+    turns = {
+        r'template refuses \(roles must alternate user/assistant\)': [('user', 'q'), ('user', 'q'), ('assistant', 'a')],
+        "role 'alien'": [('user', 'q'), ('alien', 'a')],
+        'content is a number': [('user', 3), ('assistant', 'a')],
+        "assistant's answer": [('user', 'q')],
     }
+    bad = {reason: {'messages': messages_of(chat)} for reason, chat in turns.items()}
+    bad |= {
+        'messages are no list': {'messages': 'a string'},
+        r'no role \(.*: content\)': {'messages': [{'content': 'a'}]},
+    }
+    bad |= {re.escape(chat_rows.NO_CONVERSATIONS): {'other': 'fields'}, 'no JSON objects': ['no object']}
+    twice = {'messages': messages_of([('assistant', 'first')])}  # as the one that is a question alone
+    rows = write_rows(tmp_path / 'rows.jsonl', [*good[:10], *bad.values(), twice, *good[10:]])
+    command = f'--dataset={rows}', f'--tokenizer={folder}', '--name=some', '--val_fraction=0.2'
+    result = prepare(tmp_path, *command)
+    dataset = tmp_path / 'data' / 'some'
+    found = conversations_of(dataset, 'train') + conversations_of(dataset, 'val')
+    n_answers = sum(role == 'assistant' for turns in many_chats(30) for role, _ in turns)
+    assert sum(len(parts) for _, parts in found) == n_answers
     notes = '\n'.join(meta_of(dataset)['source']['notes'])
-    for reason, times in reasons.items():
+    for reason in bad:
+        times = 2 if reason == "assistant's answer" else 1
         assert re.search(rf'{rows}: rows .*{reason}.* \({times}\)', result.stdout), reason
         assert re.search(f'^{rows}: rows .*{reason}', notes, re.MULTILINE), reason
     warning = r"WARNING: 9 of 39 rows \(23%\) .*assistant's answer \(2\); "
     assert re.search(warning, result.stdout) and meta_of(dataset)['rows_kept'] == 30
-    again = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={folder}', '--name=some', '--val_fraction=0.2').stdout
+    again = prepare(tmp_path, *command).stdout
     assert 'nothing to do' in again and re.search(warning, again)
 
 
@@ -644,15 +490,16 @@ def test_few_bad_rows_are_no_warning(chatml, tmp_path):
 
 def test_conversations_that_no_template_can_write_get_one_line_with_the_way_out(chatml, tmp_path):
     rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in many_chats(9)])
-    error = error_of(tmp_path, f'--dataset={rows}', '--tokenizer=bpe')
-    assert re.search('tokenizer=bpe .*--tokenizer=out/RUN .*--text_field', error)
-    assert 'models/typo: there is no such folder' in error_of(tmp_path, f'--dataset={rows}', '--tokenizer=models/typo')
     broken = make_tokenizer(tmp_path / 'broken', '{% for message in %}')
-    assert 'chat template cannot' in error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={broken}')
     (tmp_path / 'mine.jinja').write_text('{% for message in %}')
-    for name, expected in (('none', 'none.jinja'), ('mine', 'chat template cannot')):
-        keys = f'--tokenizer={chatml}', f'--chat_template={tmp_path}/{name}.jinja'
-        assert expected in error_of(tmp_path, f'--dataset={rows}', *keys)
+    for keys, says in (
+        (['--tokenizer=bpe'], 'tokenizer=bpe .*--tokenizer=out/RUN .*--text_field'),
+        (['--tokenizer=models/typo'], 'models/typo: there is no such folder'),
+        ([f'--tokenizer={broken}'], 'chat template cannot'),
+        ([f'--tokenizer={chatml}', f'--chat_template={tmp_path}/none.jinja'], 'none.jinja'),
+        ([f'--tokenizer={chatml}', f'--chat_template={tmp_path}/mine.jinja'], 'chat template cannot'),
+    ):
+        assert re.search(says, error_of(tmp_path, f'--dataset={rows}', *keys)), keys
     assert not (tmp_path / 'data').exists()
 
 
@@ -691,9 +538,7 @@ def test_rows_all_of_which_are_bad_end_in_one_line_with_the_reasons(chatml, tmp_
     rows = write_rows(tmp_path / 'rows.jsonl', bad)
     for more in ([], ['--val_fraction=0']):
         error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', *more)
-        assert re.search(
-            r"all 12 rows .*assistant's .*\(9\); .*no content .*: role, text\): rename its keys .* \(3\); ", error
-        )
+        assert re.search(r"all 12 rows .*assistant's .*\(9\); .*no content .*: role, text\): rename .*\(3\); ", error)
         assert '--text_field=FIELD' in error and 'split' not in error
     refuses = make_tokenizer(tmp_path / 'refuses', "{{ raise_exception('never') }}")
     rows = write_rows(tmp_path / 'good.jsonl', ({'messages': messages_of(turns)} for turns in many_chats(9)))
@@ -716,13 +561,13 @@ def test_system_messages_that_a_template_refuses_can_become_part_of_the_users(tm
     found = [text for split in ('train', 'val') for text, _ in conversations_of(tmp_path / 'data' / 'folded', split)]
     assert len(found) == 30
     assert sum(text.startswith('<|im_start|>user\nBe kind.\n\nquestion ') for text in found) == 10
-    error = error_of(tmp_path, *arguments, '--name=refused', '--fold_system')
-    assert re.search('fold_system=None, .* True', error)
-    error = error_of(tmp_path, '--tokenizer=bytes', '--fold_system')
-    assert 'fold_system=True ' in error
-    assert 'train_on_input=True is for conversations' in error_of(tmp_path, '--tokenizer=bytes', '--train_on_input')
-    error = error_of(tmp_path, *arguments, '--pairs', '--train_on_input')
-    assert 'pairs=True with train_on_input: ' in error
+    for command, says in (
+        ([*arguments, '--name=refused', '--fold_system'], 'fold_system=None, .* True'),
+        (['--tokenizer=bytes', '--fold_system'], 'fold_system=True '),
+        (['--tokenizer=bytes', '--train_on_input'], 'train_on_input=True is for conversations'),
+        ([*arguments, '--pairs', '--train_on_input'], 'pairs=True with train_on_input: '),
+    ):
+        assert re.search(says, error_of(tmp_path, *command)), command
 
 
 def test_the_validation_split_is_drawn_among_the_conversations_that_the_template_can_write(tmp_path):
@@ -764,42 +609,41 @@ def test_another_chat_template_is_another_setting(chatml, tmp_path):
 # --- folder trees -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+TREE = {  # a file: (its content, the texts in it, what a line says of it)
+    'notes.md': ('# markdown', ['# markdown'], None),
+    'a/one.json': ('{"title": "T", "parts": [{"x": "P"}, null]}', [], "has no field 'text'"),
+    'a/list.json': ('["first", {"k": ["second"]}, 7]', [], "has no field 'text'"),
+    'a/two.yaml': ('k: [v1, {deep: v2}]\n---\n- el1\n- {x: el2, date: 2024-01-01}\n', ['v1\nv2', 'el1', 'el2'], None),
+    'a/alias.yml': ('base: &b {t: once}\nagain: *b\nloop: &l [self, *l]\n', ['once\nself'], None),
+    'a/deep/rows.ndjson': (
+        '{"text": "its text", "z": "no"}\n{"a": "A"}\n',
+        ['its text'],
+        'rows without text, left out',
+    ),
+    'a/deep/rows.parquet': (pyarrow.table({'text': ['parquet row']}), ['parquet row'], None),
+    'a/x.arrow': (pyarrow.table({'text': ['arrow row']}), ['arrow row'], None),
+    'binary.bin': ('\x7fELF\0\0\0', [], 'binary'),
+    'broken.json': ('{"text": "never closed', [], 'not JSON'),
+    'broken.yaml': ('a: [never, closed\nb: "', [], 'not YAML'),
+    'custom.yaml': ('Ref: !Ref thing\n', [], 'not YAML'),
+}
+
+
 def test_a_tree_of_every_kind_is_read_and_what_is_broken_is_named(tmp_path):
-    tree = tmp_path / 'tree'
-    (tree / 'a' / 'deep').mkdir(parents=True)
-    (tree / 'notes.md').write_text('# markdown')
-    (tree / 'a' / 'plain.txt').write_text('plain text')
-    (tree / 'a' / 'one.json').write_text('{"title": "T", "n": 3, "parts": [{"x": "P"}, [["Q"]], null], "empty": ""}')
-    (tree / 'a' / 'list.json').write_text('["first", {"k": ["second", "2b"]}, 7]')
-    (tree / 'a' / 'two.yaml').write_text('k: [v1, {deep: v2}]\n---\n- el1\n- {x: el2, date: 2024-01-01}\n')
-    (tree / 'a' / 'alias.yml').write_text('base: &b {t: once}\nagain: *b\nloop: &l [self, *l]\n')
-    (tree / 'a' / 'deep' / 'rows.ndjson').write_text('{"text": "the text", "z": "no"}\n{"a": "A", "b": {"c": "C"}}\n')
-    pyarrow.parquet.write_table(pyarrow.table({'text': ['parquet row']}), tree / 'a' / 'deep' / 'rows.parquet')
-    table = pyarrow.table({'text': ['arrow row']})
-    with (
-        pyarrow.OSFile(str(tree / 'a' / 'x.arrow'), 'wb') as file,
-        pyarrow.ipc.new_stream(file, table.schema) as stream,
-    ):
-        stream.write_table(table)
-    (tree / 'binary.bin').write_bytes(b'\x7fELF\0\0\0')
-    (tree / 'broken.json').write_text('{"text": "never closed')
-    (tree / 'broken.yaml').write_text('a: [never, closed\nb: "')
-    (tree / 'custom.yaml').write_text('Ref: !Ref thing\n')
-    result = prepare(tmp_path, f'--dataset={tree}', '--tokenizer=bytes', '--val_fraction=0')
-    assert sorted(documents_of(tmp_path / 'data' / 'tree-bytes', 'train')) == sorted(
-        ['# markdown', 'plain text', 'v1\nv2', 'el1', 'el2', 'once\nself', 'the text', 'parquet row', 'arrow row']
-    )
-    for said in (
-        f"{tree}/a/one.json: has no field 'text'",
-        f"{tree}/a/list.json: has no field 'text'",
-        f'{tree}/a/deep/rows.ndjson: rows without text, left out (1)',
-        f'left out: {tree}/binary.bin: binary',
-        f'{tree}/broken.json: not JSON',
-        f'{tree}/broken.yaml: not YAML',
-        f'{tree}/custom.yaml: not YAML',
-    ):
-        assert said in result.stdout, said
+    (tmp_path / 'a' / 'deep').mkdir(parents=True)
+    for name, (content, _, _) in TREE.items():
+        if name.endswith('.parquet'):
+            pyarrow.parquet.write_table(content, tmp_path / name)
+        elif name.endswith('.arrow'):
+            write_stream(tmp_path / name, content)
+        else:
+            (tmp_path / name).write_text(content)
+    documents, notes, source = read_here(tmp_path)
+    assert sorted(documents) == sorted(text for _, texts, _ in TREE.values() for text in texts)
+    lines = [*notes, *source.skipped]
+    for name, (_, _, says) in TREE.items():
+        of_file = [line for line in lines if line.startswith(f'{tmp_path}/{name}: ')]
+        assert len(of_file) == (says is not None) and (says is None or says in of_file[0]), (name, lines)
 
 
 @pytest.mark.slow

@@ -1,45 +1,33 @@
 """Rows of instruction data in every common form are read as they are meant, or refused with the reason."""
 
-import collections
-import functools
 import json
 import textwrap
 
 import datasets
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import transformers
 import yaml
-from chats import CHATML, LEARNED, QWEN3, conversations_of, encoder_of, make_tokenizer, messages_of, write_rows
-from prepared import error_of, meta_of, prepare
+from chats import CHATML, conversations_of, encoder_of, examples_of, make_tokenizer, messages_of, write_rows
+from prepared import error_of, meta_of, prepare, read_here, write_stream
 
 from text import chat_rows, sources
 from text import documents as reading
 
-QA = messages_of([('user', 'q'), ('assistant', 'a')])
+
+def qa(question, answer):
+    return messages_of([('user', question), ('assistant', answer)])
+
+
+QA = qa('q', 'a')
 ALPACA = {'instruction': 'q', 'input': '', 'output': 'a'}
-TWO_TURNS = messages_of([('user', 'q'), ('assistant', 'a'), ('user', 'q2'), ('assistant', 'a2')])
+TWO_TURNS = [*QA, *qa('q2', 'a2')]
+SUPPORT = [{**one, 'role': {'user': 'Customer', 'assistant': 'agent'}[one['role']]} for one in TWO_TURNS]
+SILENT = {'role': 'assistant', 'content': '<think>\n\n</think>\n\n'}
+JSON_TEXTS = ['[{"from": "Rome", "value": 3}]', '[{"from":"Rome","to":"Oslo"}]', '[{"role":"manager","name":"Anna"}]']
+JSON_TEXTS.append(json.dumps(QA))
 TOOL = {'type': 'function', 'function': {'name': 'weather_in', 'description': 'now', 'parameters': {'type': 'object'}}}
 CALL = {'type': 'function', 'function': {'name': 'weather_in', 'arguments': {'city': 'Zürich', 'unit': None}}}
-# A template that knows tools, and thoughts only as Qwen writes them; and one that joins arguments and asks for null.
-TOOLS = """\
-{%- if tools %}{{ '<|im_start|>system\\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}\
-{{- '<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
-{%- if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}{%- endif %}\
-{%- if message.role == 'tool' %}{{ message.content | tojson }}{%- else %}{{ message.content }}{%- endif %}\
-{%- for call in message.tool_calls %}{{ '<call>' + (call.function | tojson) + '</call>' }}{%- endfor %}\
-{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
-JOINS = """\
-{%- for message in messages %}{%- if message.role == 'assistant' and message.content is none %}\
-{{- '<|im_start|>call\\n' + message.tool_calls[0].function.name + message.tool_calls[0].function.arguments }}\
-{{- '<|im_end|>' }}{%- endif %}{%- if message.content is not none %}\
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}{%- endif %}{%- endfor %}\
-{%- if add_generation_prompt %}{{ '<|im_start|>' }}{%- endif %}"""
-KNOWN_ROLES = CHATML.replace('{{ ', "{%- if message.role in ['system', 'user', 'assistant'] %}{{ ", 1).replace(
-    '{%- endfor %}', '{%- endif %}{%- endfor %}', 1
-)
 
 
 def read(row, fields=()):
@@ -54,30 +42,30 @@ def refused(row, fields=()):
 
 def learned(folder, row):
     """[(text, [what is learned])] of each example of a row."""
-    encoder, files = encoder_of(folder)
-    found = []
-    for ids, flags, text in encoder.examples(chat_rows.conversation_of(row)):
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
-        found.append((text, [files.decode(ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]))
-    return found
+    return examples_of(*encoder_of(folder), row)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
+SHAREGPT = [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': 'a'}]
+SYSTEM = {'role': 'system', 'content': 'be kind'}
 ROWS = {
     'ultrachat': {'prompt': 'q', 'prompt_id': '1', 'messages': QA},
     'messages as JSON': {'messages': json.dumps(QA)},
     'sharegpt': {'conversations': [{'from': 'Human', 'value': 'q'}, {'from': 'GPT', 'value': 'a'}]},
     'sharegpt of bing': {'conversations': [{'from': 'user', 'value': 'q'}, {'from': 'bing', 'value': 'a'}]},
+    'sharegpt of Gemini': {'conversations': [{'from': 'user', 'value': 'q'}, {'from': 'model', 'value': 'a'}]},
     'lima': {'conversations': ['q', 'a'], 'source': 'web'},
     'capybara': {'conversation': [{'input': 'q', 'output': 'a'}], 'source': 'web'},
     'firefly': {'conversation': [{'human': 'q', 'assistant': 'a'}], 'category': 'x'},
     'dialog': {'dialog': ['q', 'a']},
-    'lmsys': {'conversation': [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}], 'turn': 1},
-    'prompter': {'messages': [{'role': 'prompter', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}]},
+    'lmsys': {'conversation': QA, 'turn': 1},
+    'prompter': {'messages': [{'role': 'prompter', 'content': 'q'}, QA[1]]},
+    'support': {'messages': [{**QA[0], 'role': 'Customer'}, {**QA[1], 'role': 'agent'}]},
     'parts': {'messages': [QA[0], {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a', 'x': None}]}]},
     'prompt, completion': {'prompt': 'q', 'completion': 'a', 'label': True},
     'lists, and more behind them': {'prompt': QA[:1], 'completion': [QA[1], {'role': 'user', 'content': 'cut'}]},
+    'lists as JSON': {'prompt': json.dumps(QA[:1]), 'completion': json.dumps(QA[1:])},
     'conversations of messages': {'conversations': QA},
     'prompt, response': {'prompt': 'q', 'response': 'a'},
     'alpaca': ALPACA,
@@ -95,6 +83,8 @@ ROWS = {
     'a label that is no mark': {'question': 'q', 'answer': 'a', 'label': 'geography'},
     'role and value': {'messages': [{'role': 'user', 'value': 'q'}, {'role': 'assistant', 'value': 'a'}]},
     'magpie': {'uuid': '1', 'instruction': 'q', 'response': 'a', 'conversations': QA},
+    'ultrafeedback': {'messages': QA, 'chosen': QA, 'rejected': QA},
+    'no media': {'messages': QA, 'images': [], 'audio': None},
 }
 
 
@@ -106,48 +96,53 @@ def test_a_row_of_every_known_shape_is_a_question_and_its_answer(name):
     assert read({**dict.fromkeys(chat_rows.CHAT_FIELDS), **ROWS[name]}) == {'messages': QA}
 
 
-def test_contexts_systems_and_earlier_turns_are_part_of_the_question():
-    for input in ('1, 2', '', None):
-        question = read({'instruction': 'Add.', 'input': input, 'output': '3'})['messages'][0]['content']
-        assert question == ('Add.\n\n1, 2' if input else 'Add.')
-    squad = {'question': 'q', 'context': 'where', 'answers': {'text': ['a']}}
-    assert read(squad)['messages'][0]['content'] == 'q\n\nwhere'
-    orca = {'system_prompt': 'be kind', 'question': 'q', 'response': 'a'}
-    assert read(orca)['messages'] == [{'role': 'system', 'content': 'be kind'}, *QA]
-    sharegpt = [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': 'a'}]
-    for own in ([], [{'from': 'system', 'value': 'be kind'}]):  # one system message, not two
-        row = {'system': 'another' if own else 'be kind', 'conversations': [*own, *sharegpt]}
-        assert read(row)['messages'] == [{'role': 'system', 'content': 'be kind'}, *QA]
-    for history in ([['q', 'a']], '[["q", "a"]]'):
-        assert read({'instruction': 'q2', 'output': 'a2', 'history': history})['messages'] == TWO_TURNS
+SEVERAL = [  # rows of more than a question and an answer: (row, its messages)
+    ({'instruction': 'Add.', 'input': '1, 2', 'output': '3'}, qa('Add.\n\n1, 2', '3')),
+    ({'instruction': 'Add.', 'input': None, 'output': '3'}, qa('Add.', '3')),
+    ({**ROWS['squad'], 'context': 'where'}, qa('q\n\nwhere', 'a')),
+    ({**ROWS['openorca'], 'system_prompt': 'be kind'}, [SYSTEM, *QA]),
+    ({'system': 'be kind', 'conversations': SHAREGPT}, [SYSTEM, *QA]),
+    ({'system': 'another', 'conversations': [{'from': 'system', 'value': 'be kind'}, *SHAREGPT]}, [SYSTEM, *QA]),
+    ({'instruction': 'q2', 'output': 'a2', 'history': [['q', 'a']]}, TWO_TURNS),
+    ({'instruction': 'q2', 'output': 'a2', 'history': '[["q", "a"]]'}, TWO_TURNS),
+    ({'messages': [SYSTEM, *SUPPORT]}, [SYSTEM, *TWO_TURNS]),
+    ({'conversations': [{'from': one['role'], 'value': one['content']} for one in SUPPORT]}, TWO_TURNS),
+    ({'prompt': SUPPORT[:3], 'completion': SUPPORT[3:]}, [TWO_TURNS[0], {**TWO_TURNS[1], 'weight': 0}, *TWO_TURNS[2:]]),
+    # JSON is the answer to a text, not messages or a tool call; beside messages it is messages.
+    *(({'prompt': 'q', 'completion': text}, qa('q', text)) for text in JSON_TEXTS),
+    *(({'instruction': 'q', 'output': text}, qa('q', text)) for text in JSON_TEXTS),
+    ({'query': 'q', 'answer': JSON_TEXTS[0], 'tools': [TOOL]}, qa('q', JSON_TEXTS[0])),
+    ({'prompt': JSON_TEXTS[0], 'completion': 'a'}, qa(JSON_TEXTS[0], 'a')),
+    # What is silent, but not learned, or behind what is learned
+    ({'messages': [QA[0], {**SILENT, 'weight': 0}, *QA]}, [QA[0], {**SILENT, 'weight': 0}, *QA]),
+    ({'messages': [*QA, QA[0], {**SILENT, 'weight': 0}]}, QA),
+    ({'messages': [SILENT, *QA]}, [SILENT, *QA]),
+    ({'prompt': [QA[0], SILENT, QA[0]], 'completion': 'a'}, [QA[0], {**SILENT, 'weight': 0}, *QA]),
+]
+
+
+@pytest.mark.parametrize('row, messages', SEVERAL)
+def test_contexts_systems_and_earlier_turns_are_part_of_the_question(row, messages):
+    assert read(row)['messages'] == messages
 
 
 def test_a_turn_keeps_its_system_message_and_what_else_belongs_to_its_answer():
-    system = {'role': 'system', 'content': 'be kind'}
     for question, answer in chat_rows.TURNS:  # as in XTuner
         first = {'system': 'be kind', question: 'q', answer: 'a', 'weight': 0, 'id': 1}
         turns = {'conversation': [first, {'system': '', question: 'q2', answer: 'a2'}], 'system': 'another'}
-        messages = [system, TWO_TURNS[0], {**TWO_TURNS[1], 'weight': 0, 'id': 1}, *TWO_TURNS[2:]]
+        messages = [SYSTEM, TWO_TURNS[0], {**TWO_TURNS[1], 'weight': 0, 'id': 1}, *TWO_TURNS[2:]]
         assert read(turns)['messages'] == messages
         with pytest.raises(ValueError, match='a weight of 0, beside --train_on_input'):
             chat_rows.conversation_of(turns, train_on_input=True)
 
 
-def test_json_is_the_answer_to_a_text_and_messages_beside_messages():
-    dialog = json.dumps(QA)
-    for text in ('[{"from":"Rome","to":"Oslo"}]', '[{"role":"manager","name":"Anna"}]', dialog):
-        for names in (('prompt', 'completion'), ('instruction', 'output')):
-            assert read(dict(zip(names, ('q', text), strict=True)))['messages'] == [QA[0], {**QA[1], 'content': text}]
+def test_json_in_pairs_and_questions_is_messages_only_beside_messages():
+    for text in JSON_TEXTS:
         pair = json.loads(chat_rows.pair_of({'prompt': 'write it', 'chosen': text, 'rejected': 'b'}))
         assert pair['chosen']['messages'][1] == {**QA[1], 'content': text}
-    route = '[{"from": "Rome", "value": 3}]'
-    assert read({'query': 'q', 'answer': route, 'tools': [TOOL]})['messages'][1]['content'] == route  # and no tool call
-    assert read({'prompt': route, 'completion': 'a'})['messages'][0]['content'] == route
-    assert chat_rows.question_of({'prompt': route})['messages'] == [{**QA[0], 'content': route}]
-    as_json = {'prompt': json.dumps(QA[:1]), 'completion': json.dumps(QA[1:])}
-    assert read(as_json)['messages'] == read({**as_json, 'prompt': QA[:1]})['messages'] == QA
-    assert chat_rows.question_of(as_json)['messages'] == QA[:1]
-    whole = {'prompt': 'q', 'chosen': dialog, 'rejected': json.dumps([QA[0], {**QA[1], 'content': 'b'}])}
+    assert chat_rows.question_of({'prompt': JSON_TEXTS[0]})['messages'] == [{**QA[0], 'content': JSON_TEXTS[0]}]
+    assert chat_rows.question_of(ROWS['lists as JSON'])['messages'] == QA[:1]
+    whole = {'prompt': 'q', 'chosen': json.dumps(QA), 'rejected': json.dumps([QA[0], {**QA[1], 'content': 'b'}])}
     assert json.loads(chat_rows.pair_of(whole))['chosen']['messages'] == QA
 
 
@@ -183,25 +178,26 @@ def test_bytes_are_the_text_that_they_are_in_utf8(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
     (tmp_path / 'rows.yaml').write_text(yaml.safe_dump(rows))
     for kind in ('parquet', 'yaml'):
-        (first, second), notes = texts_of(sources.find_source(str(tmp_path / f'rows.{kind}')))
+        (first, second), notes, _ = read_here(tmp_path / f'rows.{kind}')
         assert first == expected and second == expected.replace('ä"}]', '?"}]')
         assert [(count, 'bytes that are not UTF-8' in note) for note, count in notes.items()] == [(1, True)]
     fields = [{'question': b'q', 'answer': b'a', 'image': image} for image in ({'bytes': b'\xff'}, None)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(fields), tmp_path / 'fields.parquet')
-    documents, notes = texts_of(sources.find_source(str(tmp_path / 'fields.parquet')))
+    documents, notes, _ = read_here(tmp_path / 'fields.parquet')
     assert documents == [chat_rows.conversation_of({'messages': QA})]
     assert [note for note in notes if "with the field 'image'" in note]
 
 
 def test_a_label_is_a_mark_in_every_spelling():
     for label, is_good in ((True, True), (1, True), ('True', True), (False, False), (0.0, False), ('false', False)):
-        labeled = {'prompt': 'q', 'completion': 'a', 'label': label}
-        assert json.loads(chat_rows.labeled_of(labeled))[2] is is_good
-        assert is_good or 'marked as a bad one' in refused(labeled)
-        assert read(labeled, ('prompt', 'completion'))['messages'] == QA
-        labeled = {'messages': QA, 'label': label}
-        assert is_good or 'marked as a bad one' in refused(labeled)
-        assert read(labeled, () if is_good else ('messages',))['messages'] == QA
+        for row, fields in (
+            ({'prompt': 'q', 'completion': 'a'}, ('prompt', 'completion')),
+            ({'messages': QA}, ('messages',)),
+        ):
+            row = {**row, 'label': label}
+            assert is_good or 'marked as a bad one' in refused(row)
+            assert read(row, () if is_good else fields)['messages'] == read(row, fields)['messages'] == QA
+        assert json.loads(chat_rows.labeled_of({'prompt': 'q', 'completion': 'a', 'label': label}))[2] is is_good
     for label in (3, 'geography', ''):
         with pytest.raises(ValueError, match='neither true nor false'):
             chat_rows.labeled_of({'prompt': 'q', 'completion': 'a', 'label': label})
@@ -219,178 +215,97 @@ def test_fields_of_other_names_are_read_by_chat_fields():
 
 
 def test_tool_calls_of_every_shape_are_those_of_openai():
-    answer = {'role': 'assistant', 'content': 'warm'}
-    function = {'name': 'weather_in', 'arguments': '{"city": "Zürich", "unit": null}'}
-    openai = {
-        'messages': [QA[0], {'role': 'assistant', 'content': None, 'tool_calls': [{**CALL, 'function': function}]}]
-    }
-    legacy = {'messages': [QA[0], {'role': 'assistant', 'content': None, 'function_call': function}]}
-    xlam = {'query': 'q', 'answers': json.dumps([CALL['function']]), 'tools': json.dumps([TOOL['function']])}
-    values = [('human', 'q'), ('function_call', json.dumps(CALL['function'])), ('observation', '20'), ('gpt', 'warm')]
-    sharegpt = {'conversations': [{'from': who, 'value': text} for who, text in values], 'tools': [json.dumps(TOOL)]}
-    for row in (openai, legacy, xlam, sharegpt):
-        assert read(row)['messages'][1] == {'role': 'assistant', 'tool_calls': [CALL]}
-    assert read(sharegpt)['messages'][2:] == [{'role': 'tool', 'content': '20'}, answer]
-    assert read({**legacy, 'functions': [TOOL['function']]})['tools'] == read(xlam)['tools'] == [TOOL]
-    broken = [QA[0], {'role': 'assistant', 'tool_calls': [{'function': {'name': 'f', 'arguments': '{"a": '}}]}]
-    assert 'arguments are no JSON object' in refused({'messages': broken})
+    """xLAM's here, and those of OpenAI and ShareGPT in tests/fuzzing/rows.py."""
+    xlam = read({'query': 'q', 'answers': json.dumps([CALL['function']]), 'tools': json.dumps([TOOL['function']])})
+    assert xlam == {'messages': [QA[0], {'role': 'assistant', 'tool_calls': [CALL]}], 'tools': [TOOL]}
+    legacy = {'messages': [QA[0], {'role': 'assistant', 'content': None, 'function_call': CALL['function']}]}
+    assert read({**legacy, 'functions': [TOOL['function']]}) == xlam
 
 
-def test_what_is_no_conversation_is_refused_with_the_reason():
-    image = {'role': 'user', 'content': [{'type': 'text', 'text': 'what?'}, {'type': 'image_url', 'image_url': 'x'}]}
-    for row, reason in (
-        ({'messages': [image, QA[1]]}, "content of the type 'image_url'"),
-        ({'messages': QA, 'images': ['a.png']}, "with the field 'images', and only text is learned"),
-        ({'question': 'q', 'answer': 'a', 'image': {'bytes': None, 'path': 'a.png'}}, "with the field 'image'"),
-        ({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, '--chat_fields=prompt,chosen'),
-        ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
-        ({'prompt': 'q', 'completion': 'bad', 'label': False}, 'marked as a bad one'),
-        ({'prompt': 'q', 'completion': 'bad', 'label': 0}, 'marked as a bad one'),
-        ({'messages': QA, 'label': False}, '(label: false or 0); --chat_fields=messages reads them whatever'),
-        ({'conversations': QA, 'label': 2}, 'label is a number, but neither 0 nor 1; --chat_fields=conversations'),
-        ({'question': 'q', 'answer': 'bad', 'label': 'False'}, '--chat_fields=question,answer reads them whatever'),
-        ({'prompt': 'q', 'completion': 'a', 'label': '3'}, 'label is a number, but neither 0 nor 1'),
-        ({'messages': QA, 'system': ['be kind']}, 'system is no text'),
-        ({'messages': QA, 'history': [['q', 'a']]}, 'a history beside messages'),
-        ({'prompt': QA[:1], 'completion': 'a', 'context': 'where'}, 'context beside a prompt that is a list'),
-        ({**ALPACA, 'history': 5}, 'history is no list'),
-        ({'messages': [QA[0], None, QA[1]]}, 'a message that is no object'),
-        ({'messages': [QA[0], {'role': 7, 'content': 'a'}]}, 'role is no text'),
-        ({'messages': [*QA, {'role': 'tool', 'content': {'t': 20}}, QA[1]]}, 'content is an object: write it'),
-        ({'messages': [QA[0], {'role': 'assistant', 'content': 18}]}, 'content is a number: write it as a text'),
-        ({'messages': [QA[0], {**QA[1], 'content': None, 'refusal': 'no'}]}, 'a refusal and no content'),
-        ({'messages': [QA[0], {'from': 'gpt', 'value': None}]}, 'no content (it has: from)'),
-        ({'question': 'q', 'choices': ['a', 'b'], 'answer': 'a'}, 'rows with choices'),
-        ({'question': 'q', 'answer': 18}, 'answer is no text'),
-        ({'question': 'q', 'context': '', 'answers': {'text': []}}, "without an assistant's answer"),
-        ({'messages': [QA[0], {**QA[1], 'weight': 0}]}, 'the weight 0'),
-        ({'messages': [QA[0], {**QA[1], 'weight': 0.5}]}, 'neither 0 nor 1'),
-        ({'messages': '[{"role": '}, 'messages are no list'),
-        ({'conversations': [{'from': 'alien', 'value': 'x'}]}, "unknown role 'alien'"),
-        (
-            {'messages': [{'speaker': 'user', 'utterance': 'q'}]},
-            'it has: speaker, utterance): rename its keys to role and content, or from and',
-        ),
-        ({'conversations': [{'from': 'human', 'text': 'x'}]}, 'no content (it has: from, text'),
-        ({'instruction': 'x', 'output': 3}, 'output is no text'),
-    ):
-        assert reason in refused(row), row
-    assert not refused({'messages': [QA[0], {'from': 'gpt'}]}).endswith(chat_rows.KEYS_OF_MESSAGES)  # they are right
-    assert read({'messages': QA, 'images': [], 'audio': None})['messages'] == QA
-    assert read({'messages': QA, 'chosen': QA, 'rejected': QA})['messages'] == QA  # UltraFeedback says which is learned
+def said(content, **more):
+    """Rows in which an assistant's message with this content is the answer."""
+    return {'messages': [QA[0], {'role': 'assistant', 'content': content, **more}]}
 
 
-def test_customer_and_agent_are_user_and_assistant_where_nobody_else_speaks(tmp_path):
-    as_support = {'user': 'Customer', 'assistant': 'agent'}
-    support = [{**message, 'role': as_support[message['role']]} for message in TWO_TURNS]
-    system = {'role': 'system', 'content': 'be kind'}
-    assert read({'messages': support}) == {'messages': TWO_TURNS}
-    assert read({'messages': [system, *support]}) == {'messages': [system, *TWO_TURNS]}
-    sharegpt = [{'from': message['role'], 'value': message['content']} for message in support]
-    assert read({'conversations': sharegpt}) == {'messages': TWO_TURNS}
-    prompt_list = read({'prompt': support[:3], 'completion': support[3:]})['messages']
-    assert [message.get('weight') for message in prompt_list] == [None, 0, None, None]
-    source = sources.find_source(str(write_rows(tmp_path / 'support.jsonl', [{'messages': support}] * 3)))
-    assert source.chat and texts_of(source)[0] == [chat_rows.conversation_of({'messages': TWO_TURNS})] * 3
-    write_rows(tmp_path / 'support.jsonl', [{'turns': support}] * 3)
-    with pytest.raises(ValueError, match='--chat_fields=turns reads it'):
-        sources.find_source(str(tmp_path / 'support.jsonl'))
-
+IMAGE = {'role': 'user', 'content': [{'type': 'text', 'text': 'what?'}, {'type': 'image_url', 'image_url': 'x'}]}
+BROKEN_CALL = {'function': {'name': 'f', 'arguments': '{"a": '}}
+MUTE, ALIEN = 'rows with an empty answer', ': rename it to user, or to assistant'
+REFUSED = [  # (row, words of the reason)
+    ({'messages': [IMAGE, QA[1]]}, "content of the type 'image_url'"),
+    ({'messages': QA, 'images': ['a.png']}, "with the field 'images', and only text is learned"),
+    ({'question': 'q', 'answer': 'a', 'image': {'bytes': None, 'path': 'a.png'}}, "with the field 'image'"),
+    ({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, '--chat_fields=prompt,chosen'),
+    ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
+    ({'messages': QA, 'label': False}, '(label: false or 0); --chat_fields=messages reads them whatever'),
+    ({'conversations': QA, 'label': 2}, 'label is a number, but neither 0 nor 1; --chat_fields=conversations'),
+    ({'question': 'q', 'answer': 'bad', 'label': 'False'}, '--chat_fields=question,answer reads them whatever'),
+    ({'prompt': 'q', 'completion': 'a', 'label': '3'}, 'label is a number, but neither 0 nor 1'),
+    ({'messages': QA, 'system': ['be kind']}, 'system is no text'),
+    ({'messages': QA, 'history': [['q', 'a']]}, 'a history beside messages'),
+    ({'prompt': QA[:1], 'completion': 'a', 'context': 'where'}, 'context beside a prompt that is a list'),
+    ({**ALPACA, 'history': 5}, 'history is no list'),
+    ({'messages': [QA[0], None, QA[1]]}, 'a message that is no object'),
+    ({'messages': [QA[0], {'role': 7, 'content': 'a'}]}, 'role is no text'),
+    ({'messages': [*QA, {'role': 'tool', 'content': {'t': 20}}, QA[1]]}, 'content is an object: write it'),
+    (said(18), 'content is a number: write it as a text'),
+    (said(None, refusal='no'), 'a refusal and no content'),
+    (said(None, tool_calls=[BROKEN_CALL]), 'arguments are no JSON object'),
+    ({'messages': [QA[0], {'from': 'gpt', 'value': None}]}, 'no content (it has: from)'),
+    ({'question': 'q', 'choices': ['a', 'b'], 'answer': 'a'}, 'rows with choices'),
+    ({'question': 'q', 'answer': 18}, 'answer is no text'),
+    ({'question': 'q', 'context': '', 'answers': {'text': []}}, "without an assistant's answer"),
+    (said('a', weight=0), 'the weight 0'),
+    (said('a', weight=0.5), 'neither 0 nor 1'),
+    ({'messages': '[{"role": '}, 'messages are no list'),
+    ({'conversations': [{'from': 'alien', 'value': 'x'}]}, "unknown role 'alien'"),
+    ({'messages': [{'speaker': 'user', 'utterance': 'q'}]}, 'it has: speaker, utterance): rename its keys to role'),
+    ({'conversations': [{'from': 'human', 'text': 'x'}]}, 'no content (it has: from, text'),
+    ({'instruction': 'x', 'output': 3}, 'output is no text'),
+    # An empty answer teaches to say nothing, also before other turns.
+    *((said(nothing), MUTE) for nothing in ('', ' \n', SILENT['content'], [], [{'type': 'text', 'text': ''}])),
+    (said('', tool_calls=[], reasoning_content='', refusal=None), MUTE),
+    ({'messages': [QA[0], SILENT, *QA]}, MUTE),
+    ({'prompt': 'q', 'completion': [SILENT]}, MUTE),
+    ({'prompt': 'q', 'completion': ''}, MUTE),
+    ({**ALPACA, 'output': ' '}, MUTE),
+    ({**ALPACA, 'history': [['q', '']]}, MUTE),
+    ({'question': 'q', 'answers': {'text': ['']}}, MUTE),
+    ({'conversations': ['q', '']}, MUTE),
+    ({'conversations': [SHAREGPT[0], {'from': 'gpt', 'value': ''}]}, MUTE),
     # Beside others it is not clear whose words are to be learned, nor with one of the two alone.
-    for who, words in (
-        (('user', 'agent'), "the unknown role 'agent'"),
-        (('customer', 'assistant'), "the unknown role 'customer'"),
-        (('customer', 'agent', 'user'), "the unknown role 'customer'"),
-        (('agent', 'assistant'), "the unknown role 'agent'"),
-        (('client', 'operator'), "the unknown role 'client'"),
-    ):
-        line = refused({'messages': messages_of([(role, 'x') for role in who])})
-        assert f'{words}: rename it to user, or to assistant' in line, who
+    ({'messages': [QA[0], {'role': 'agent', 'content': 'x'}]}, f"the unknown role 'agent'{ALIEN}"),
+    ({'messages': [{'role': 'customer', 'content': 'x'}, QA[1]]}, f"the unknown role 'customer'{ALIEN}"),
+    ({'messages': [*SUPPORT, QA[0]]}, f"the unknown role 'Customer'{ALIEN}"),
+    ({'messages': [SUPPORT[1], QA[1]]}, f"the unknown role 'agent'{ALIEN}"),
+    ({'messages': messages_of([('client', 'x'), ('operator', 'x')])}, f"the unknown role 'client'{ALIEN}"),
+]  # fmt: skip
 
 
-def test_rows_with_an_empty_answer_are_left_out_because_they_teach_to_say_nothing():
-    for nothing in ('', ' \n', '<think>\n\n</think>\n\n', [], [{'type': 'text', 'text': ''}]):
-        silent = {'role': 'assistant', 'content': nothing}
-        for row in (
-            {'messages': [QA[0], silent]},
-            {'messages': [QA[0], {**silent, 'tool_calls': [], 'reasoning_content': '', 'refusal': None}]},
-            {'messages': [QA[0], silent, *QA]},  # the end of this turn would be learned, too
-            {'prompt': 'q', 'completion': [silent]},
-        ):
-            assert refused(row) == 'rows with an empty answer'
-        # Context is not learned, and what comes behind the last learned answer is not read.
-        unlearned = {**silent, 'weight': 0}
-        for messages in ([QA[0], unlearned, *QA], [*QA, QA[0], unlearned], [silent, *QA]):
-            assert read({'messages': messages})['messages'][-1] == QA[1]
-        assert read({'prompt': [QA[0], silent, QA[0]], 'completion': 'a'})['messages'][-1] == QA[1]
-    for row in (
-        {'prompt': 'q', 'completion': ''},
-        {'instruction': 'q', 'input': '', 'output': ' '},
-        {'instruction': 'q', 'output': 'a', 'history': [['q', '']]},
-        {'question': 'q', 'answer': '\n'},
-        {'question': 'q', 'answers': {'text': ['']}},
-        {'conversations': ['q', '']},
-        {'conversations': [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': ''}]},
-    ):
-        assert refused(row) == 'rows with an empty answer'
-    call = json.dumps(CALL['function'])
-    for message in (
-        {'role': 'assistant', 'content': '', 'tool_calls': [CALL]},
-        {'role': 'assistant', 'content': '', 'function_call': CALL['function']},
-        {'role': 'assistant', 'content': '', 'reasoning_content': 'hm'},
-        {'role': 'assistant', 'content': '<think>hm</think>'},
-        {'role': 'assistant', 'content': ['', {'type': 'text', 'text': 'a'}]},
-    ):
-        assert read({'messages': [QA[0], message]})
-    assert read({'conversations': [{'from': 'human', 'value': 'q'}, {'from': 'function_call', 'value': call}]})
+@pytest.mark.parametrize('row, reason', REFUSED)
+def test_what_is_no_conversation_is_refused_with_the_reason(row, reason):
+    assert reason in refused(row)
+
+
+def test_the_advice_to_rename_keys_is_not_given_where_they_are_right():
+    assert not refused({'messages': [QA[0], {'from': 'gpt'}]}).endswith(chat_rows.KEYS_OF_MESSAGES)
+
+
+@pytest.mark.parametrize(
+    'row',
+    [
+        said('', tool_calls=[CALL]),
+        said('', function_call=CALL['function']),
+        said('', reasoning_content='hm'),
+        said('<think>hm</think>'),
+        said(['', {'type': 'text', 'text': 'a'}]),
+        {'conversations': [SHAREGPT[0], {'from': 'function_call', 'value': json.dumps(CALL['function'])}]},
+    ],
+)
+def test_an_answer_that_is_a_call_or_a_thought_is_not_empty(row):
+    assert len(read(row)['messages']) == 2
 
 
 # --- what the template does with them ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope='module')
-def folders(tmp_path_factory):
-    templates = {'chatml': CHATML, 'qwen3': QWEN3, 'tools': TOOLS, 'joins': JOINS, 'known': KNOWN_ROLES}
-    folder = tmp_path_factory.mktemp('models')
-    return {name: make_tokenizer(folder / name, template) for name, template in templates.items()}
-
-
-def test_answers_of_the_prompt_and_those_of_weight_0_are_not_learned(folders):
-    prompt_list = {'prompt': TWO_TURNS[:3], 'completion': [TWO_TURNS[3]]}
-    weighted = {'messages': [TWO_TURNS[0], {**TWO_TURNS[1], 'weight': 0}, TWO_TURNS[2], {**TWO_TURNS[3], 'weight': 1}]}
-    whole = learned(folders['chatml'], {'messages': TWO_TURNS})[0][0]
-    for row in (prompt_list, weighted, {**prompt_list, 'completion': 'a2'}):
-        assert learned(folders['chatml'], row) == [(whole, ['a2<|im_end|>'])]
-
-
-def test_tool_calls_are_written_as_objects_and_learned(folders):
-    call = {**CALL, 'function': {**CALL['function'], 'arguments': json.dumps(CALL['function']['arguments'])}}
-    messages = [QA[0], {'role': 'assistant', 'tool_calls': [call]}, {'role': 'tool', 'content': '"20"\n'}, QA[1]]
-    ((text, parts),) = learned(folders['tools'], {'messages': messages, 'tools': json.dumps([TOOL])})
-    written = json.dumps(CALL['function'], ensure_ascii=False)
-    assert parts == [f'<call>{written}</call><|im_end|>', 'a<|im_end|>']
-    assert json.dumps('"20"\n') in text  # which the check finds as JSON
-    ((text, parts),) = learned(folders['joins'], {'messages': messages[:2]})
-    assert parts == [f'call\nweather_in{json.dumps(CALL["function"]["arguments"], ensure_ascii=False)}<|im_end|>']
-    assert 'None' not in text
-
-
-def test_what_a_template_does_not_write_is_a_reason(folders):
-    call = {'messages': [QA[0], {'role': 'assistant', 'tool_calls': [CALL]}]}
-    thought = {'messages': [QA[0], {**QA[1], 'reasoning_content': 'hm'}]}
-    tool_answer = {'messages': [QA[0], QA[1], {'role': 'tool', 'content': '20'}, QA[1]]}
-    for folder, row, reason in (
-        ('chatml', call, 'rows with a tool call'),
-        ('chatml', {'messages': QA, 'tools': [TOOL]}, 'rows with tools'),
-        ('chatml', thought, 'rows with a thought'),
-        ('known', tool_answer, "rows whose tool's message"),
-    ):
-        with pytest.raises(ValueError, match=f'{reason}.* the chat template does not write'):
-            learned(folders[folder], row)
-    ((text, parts),) = learned(folders['tools'], {'messages': [QA[0], {**QA[1], 'thinking': 'hm'}]})  # another name
-    assert parts == ['<think>\nhm\n</think>\na<|im_end|>']
-    ((text, _),) = learned(folders['known'], {'messages': [{'role': 'developer', 'content': 'be kind'}, *QA]})
-    assert text.startswith('<|im_start|>system\nbe kind')
 
 
 def with_calls(written):
@@ -410,7 +325,10 @@ NO_ARGUMENTS = JSON_CALLS.replace('call.function | tojson', 'call.function.name'
 YAML_CALLS = """{% for call in message.tool_calls %}{{ call.function.name }}\
 {% for key, value in call.function.arguments.items() %}{{ '\\n' + key + ': ' }}{{ value }}{% endfor %}{% endfor %}"""
 ODD = ({'text': 'ü\n"', 'n': 2.50, 'list': [1, {'null': None}], 'no': False, 'empty': {}}, {})
-TWO_ROLES = KNOWN_ROLES.replace("'system', ", '')
+TWO_ROLES = CHATML.replace('{{ ', "{%- if message.role in ['user', 'assistant'] %}{{ ", 1).replace(
+    '{%- endfor %}', '{%- endif %}{%- endfor %}', 1
+)
+WITH_THOUGHTS = CHATML.replace('message.content', "(message.reasoning_content or '') + message.content")
 THINKS = [QA[0], {'role': 'assistant', 'content': '<think>A</think>A is it'}]
 SAME_THOUGHT = {'reasoning': 'hm', 'reasoning_content': 'hm '}
 
@@ -430,7 +348,7 @@ SAME_THOUGHT = {'reasoning': 'hm', 'reasoning_content': 'hm '}
         (TWO_ROLES, {'messages': [QA[0], {'role': 'tool', 'content': 'a'}, QA[1]]}, "tool's message"),
         (with_calls(JSON_CALLS), calls(*ODD), None),
         (with_calls(YAML_CALLS), calls(*ODD, content=''), None),
-        (TOOLS, {'messages': [QA[0], {**QA[1], **SAME_THOUGHT}]}, None),
+        (WITH_THOUGHTS, {'messages': [QA[0], {**QA[1], **SAME_THOUGHT}]}, None),
     ],
 )
 def test_what_is_only_named_elsewhere_is_not_written(tmp_path, template, row, lost):
@@ -459,35 +377,7 @@ def test_a_text_in_another_order_or_cut_off_where_it_is_learned_is_refused(tmp_p
         learned(make_tokenizer(tmp_path / 'short', short), {'messages': turns})
 
 
-def test_an_empty_thought_of_the_template_is_learned_unless_the_prompt_has_it(tmp_path):
-    asks = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-    template = QWEN3.replace(
-        asks, f"{asks}{{%- if no_thoughts %}}{{{{ '<think>\\n\\n</think>\\n\\n' }}}}{{%- endif %}}"
-    )
-    folder = make_tokenizer(tmp_path / 'qwen3', template)
-    assert learned(folder, {'messages': QA})[0][1] == ['<think>\n\n</think>\n\na<|im_end|>']
-    row = {'messages': QA, 'chat_template_kwargs': {'no_thoughts': True}}
-    assert learned(folder, row)[0][1] == ['a<|im_end|>']
-
-
-def test_thoughts_whose_tags_are_special_tokens_stay_thoughts(tmp_path):
-    folder = make_tokenizer(tmp_path / 'special', QWEN3)
-    plain = transformers.AutoTokenizer.from_pretrained(folder)
-    plain.add_special_tokens({'additional_special_tokens': ['<think>', '</think>']})
-    plain.save_pretrained(folder)
-    row = {'messages': [QA[0], {'role': 'assistant', 'content': '<think>\nhm\n</think>\n\na'}]}
-    assert learned(folder, row)[0][1] == ['<think>\nhm\n</think>\n\na<|im_end|>']
-
-
 # --- which rows are conversations -------------------------------------------------------------------------------------
-
-
-def texts_of(source, text_field=None):
-    """(documents, notes) of a source, read in this process."""
-    notes, as_conversation = collections.Counter(), chat_rows.conversation_of if source.chat else None
-    pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
-    documents = [text for piece in pieces for text in reading.documents_of(piece, text_field, notes, as_conversation)]
-    return [text.decode() for text in documents], notes
 
 
 def test_a_first_row_of_another_shape_decides_nothing(tmp_path):
@@ -497,15 +387,14 @@ def test_a_first_row_of_another_shape_decides_nothing(tmp_path):
     for content in ({'data': rows}, rows):
         (tmp_path / 'rows.json').write_text(json.dumps(content))
         for kind in ('json', 'jsonl', 'parquet'):
-            source = sources.find_source(str(tmp_path / f'rows.{kind}'))
-            documents, notes = texts_of(source)
+            documents, notes, source = read_here(tmp_path / f'rows.{kind}')
             assert source.chat and len(documents) == 5 and notes.total() == 2
 
 
 def test_a_conversation_among_texts_is_left_out_and_counted(tmp_path):
     texts = [{'text': f'text {number}'} for number in range(200)]
-    source = sources.find_source(str(write_rows(tmp_path / 'rows.jsonl', [*texts, {'messages': QA}, ROWS['gsm8k']])))
-    documents, notes = texts_of(source)
+    path = write_rows(tmp_path / 'rows.jsonl', [*texts, {'messages': QA}, ROWS['gsm8k']])
+    documents, notes, source = read_here(path)
     assert not source.chat and documents == [row['text'] for row in texts]
     assert [(count, '--chat=True' in note) for note, count in notes.items()] == [(2, True)]
     with pytest.raises(ValueError, match='--chat=True reads the first, --text_field=text the second'):
@@ -514,46 +403,35 @@ def test_a_conversation_among_texts_is_left_out_and_counted(tmp_path):
     assert sources.find_source(str(tmp_path / 'both.jsonl'), chat=True).chat
 
 
-@pytest.mark.parametrize(
-    'turns', [QA, json.dumps(QA), [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': 'a'}]]
-)
-def test_a_list_of_messages_in_an_unknown_field_is_not_learned_as_text(tmp_path, turns):
-    rows = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
-    with pytest.raises(
-        ValueError, match='rows.jsonl: rows whose turns is a list of messages: --chat_fields=turns reads'
-    ):
-        sources.find_source(str(rows))
-    assert sources.find_source(str(rows), chat=True, chat_fields=['turns']).chat
-    # Among other rows such a row is left out, with the reason.
-    write_rows(rows, [{'text': 'a'}, {'turns': turns}, {'cast': [{'role': 'king', 'value': 'Lear'}]}])
-    texts, notes = texts_of(sources.find_source(str(rows)))
-    assert texts == ['a']
-    assert [count for note, count in notes.items() if '--chat_fields=turns' in note] == [1]
+READ_IT = 'is a list of messages: --chat_fields=turns reads it, --text_field'
+RENAME = 'is a list of messages with the keys {}: rename its keys .*=turns; --text_field'
+IN_TURNS = [  # (a list in the field `turns`, what the line says)
+    (QA, READ_IT),
+    (SHAREGPT, READ_IT),
+    (SUPPORT, READ_IT),
+    ([{'speaker': 'customer', 'text': 'q'}, {'speaker': 'agent', 'text': 'a'}], RENAME.format('speaker, text')),
+    ([{'sender': 'Visitor', 'body': 'q'}, {'sender': 'Operator', 'body': 'a'}], RENAME.format('sender, body')),
+    ([{'role': 'user', 'parts': 'q'}, {'role': 'model', 'parts': 'a'}], RENAME.format('role, parts')),
+    ([{'from': 'human', 'text': 'q'}, {'from': 'gpt', 'text': 'a'}], RENAME.format('from, text')),
+]
+# What only resembles one
+NO_TURNS = [[{'speaker': 'agent', 'text': 'a'}], [{'name': 'user'}, {'name': 'model'}, {'name': 'id'}], [{}, {}]]
 
 
-def test_a_list_in_which_both_sides_of_a_chat_speak_is_not_learned_as_text(tmp_path):
+@pytest.mark.parametrize('turns, says', IN_TURNS)
+def test_a_list_of_messages_in_an_unknown_field_is_not_learned_as_text(tmp_path, turns, says):
     path = tmp_path / 'rows.jsonl'
-    for speaker, (asks, answers), what in (
-        ('speaker', ('customer', 'agent'), 'text'),
-        ('sender', ('Visitor', 'Operator'), 'body'),
-        ('role', ('user', 'model'), 'parts'),
-        ('from', ('human', 'gpt'), 'text'),
-    ):
-        said = [{speaker: asks, what: 'q'}, {speaker: answers, what: 'a'}]
-        for turns in (said, json.dumps(said)):
-            write_rows(path, [{'id': 'x', 'turns': turns}] * 3)
-            words = (
-                f'turns is a list of messages with the keys {speaker}, {what}: rename its keys .*=turns; --text_field'
-            )
-            with pytest.raises(ValueError, match=words):
-                sources.find_source(str(path))
-    # Among other rows such a row is left out with the reason, and lists that only resemble it without.
-    said = [{'speaker': 'customer', 'text': 'q'}, {'speaker': 'agent', 'text': 'a'}]
-    fields = [{'name': 'user', 'type': 'str'}, {'name': 'model', 'type': 'str'}, {'name': 'id', 'type': 'int'}]
-    write_rows(path, [{'text': 't'}, {'turns': said}, {'turns': said[:1]}, {'turns': fields}, {'turns': [{}, {}]}])
-    texts, notes = texts_of(sources.find_source(str(path)))
-    assert texts == ['t']
-    assert [count for note, count in notes.items() if 'is a list of messages with the keys' in note] == [1]
+    for value in (turns, json.dumps(turns)):
+        write_rows(path, [{'id': 'x', 'turns': value}] * 3)
+        with pytest.raises(ValueError, match=f'rows.jsonl: rows whose turns {says}'):
+            sources.find_source(str(path))
+        if says == READ_IT:
+            assert sources.find_source(str(path), chat=True, chat_fields=['turns']).chat
+        # Among other rows it is left out with the reason, and what only resembles it without.
+        cast = {'cast': [{'role': 'king', 'value': 'Lear'}]}
+        write_rows(path, [{'text': 't'}, {'turns': value}, cast, *({'turns': other} for other in NO_TURNS)])
+        texts, notes, _ = read_here(path)
+        assert texts == ['t'] and [count for note, count in notes.items() if '--chat_fields=turns' in note] == [1]
 
 
 def test_columns_of_every_arrow_type_are_seen_as_conversations(tmp_path):
@@ -564,12 +442,9 @@ def test_columns_of_every_arrow_type_are_seen_as_conversations(tmp_path):
     views_of = pyarrow.list_view(lists['messages'].type.value_type)
     as_views = pyarrow.table({'messages': pyarrow.array([QA] * 3, type=views_of)})
     as_json = pyarrow.table({'messages': [json.dumps(QA)] * 3})
-    for number, kind in enumerate((views, packed, lists, as_views, as_json)):
-        path = tmp_path / f'{number}.arrow'
-        with pyarrow.OSFile(str(path), 'wb') as file, pyarrow.ipc.new_stream(file, kind.schema) as stream:
-            stream.write_table(kind)
-        source = sources.find_source(str(path))
-        assert source.chat and texts_of(source)[0] == [chat_rows.conversation_of({'messages': QA})] * 3
+    for kind in (views, packed, lists, as_views, as_json):
+        documents, _, source = read_here(write_stream(tmp_path / 'rows.arrow', kind))
+        assert source.chat and documents == [chat_rows.conversation_of({'messages': QA})] * 3
 
 
 def test_a_stream_of_the_hub_is_looked_at_in_the_same_way(tmp_path):
@@ -583,13 +458,7 @@ def test_a_stream_of_the_hub_is_looked_at_in_the_same_way(tmp_path):
         return sources.stream_source(stream, {'name': name, 'split': 'train'}, **options)
 
     for source in (source_of('a.parquet'), source_of('b.parquet', chat=True, chat_fields=['source', 'target'])):
-        pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
-        notes, as_conversation = (
-            collections.Counter(),
-            functools.partial(chat_rows.conversation_of, fields=source.chat_fields),
-        )
-        found = [text for piece in pieces for text in reading.documents_of(piece, None, notes, as_conversation)]
-        assert source.chat and [json.loads(text)['messages'] for text in found] == [QA]
+        assert source.chat and [json.loads(text)['messages'] for text in read_here(source)[0]] == [QA]
     with pytest.raises(ValueError, match="no field 'text'.*source, target; --chat_fields=QUESTION,ANSWER"):
         source_of('b.parquet')
 
@@ -605,8 +474,7 @@ def test_conversations_in_yaml_are_read_as_such(tmp_path):
         ('long', listed * 2000, 6000),  # longer than what is looked at
     ):
         (tmp_path / f'{name}.yaml').write_text(content)
-        source = sources.find_source(str(tmp_path / f'{name}.yaml'))
-        documents, notes = texts_of(source)
+        documents, notes, source = read_here(tmp_path / f'{name}.yaml')
         assert source.chat and 'by their messages' in source.line and len(documents) == count, name
         messages = [{**QA[0], 'when': '2024-01-01'}, QA[1]]
         assert {*documents} == {chat_rows.conversation_of({'messages': messages})}
@@ -632,8 +500,7 @@ def test_rows_that_are_lists_of_messages_and_all_lists_of_an_object_are_read(tmp
             monkeypatch.setattr(sources, 'FIRST_BYTES', 100)
             monkeypatch.setattr(reading, 'JSON_BYTES', 50)
         (tmp_path / name).write_text(content)
-        source = sources.find_source(str(tmp_path / name))
-        documents, notes = texts_of(source)
+        documents, notes, source = read_here(tmp_path / name)
         assert source.chat and documents == [chat_rows.conversation_of({'messages': QA})] * 2, name
         assert notes.total() == name.startswith('l'), name
         monkeypatch.undo()
@@ -641,16 +508,15 @@ def test_rows_that_are_lists_of_messages_and_all_lists_of_an_object_are_read(tmp
 
 def test_yaml_without_conversations_stays_text_and_what_is_found_late_is_left_out_and_counted(tmp_path):
     (tmp_path / 'settings.yaml').write_text('messages: {hello: Hi}\nprompt: none\n')
-    source = sources.find_source(str(tmp_path / 'settings.yaml'))
-    assert not source.chat and texts_of(source) == (['Hi\nnone'], {})
+    documents, notes, source = read_here(tmp_path / 'settings.yaml')
+    assert not source.chat and (documents, notes) == (['Hi\nnone'], {})
     late = '- some text\n' * 45_000 + '- {question: q, answer: a}\n'
     (tmp_path / 'late.yaml').write_text(late)
-    documents, notes = texts_of(sources.find_source(str(tmp_path / 'late.yaml')))
+    documents, notes, _ = read_here(tmp_path / 'late.yaml')
     assert len(documents) == 45_000 and [(n, '--chat=True' in note) for note, n in notes.items()] == [(1, True)]
-    (tmp_path / 'loop.yaml').write_text(
-        '- messages: &m\n  - *m\n- messages: [{role: user, content: q}, {2024-01-01: a}]\n'
-    )
-    documents, notes = texts_of(sources.find_source(str(tmp_path / 'loop.yaml')))
+    loop = '- messages: &m\n  - *m\n- messages: [{role: user, content: q}, {2024-01-01: a}]\n'
+    (tmp_path / 'loop.yaml').write_text(loop)
+    documents, notes, _ = read_here(tmp_path / 'loop.yaml')
     assert not documents and notes.total() == 2
 
 
@@ -663,8 +529,7 @@ def test_what_looks_like_training_data_of_another_kind_is_refused_by_name(tmp_pa
         for kind in ('jsonl', 'parquet'):
             with pytest.raises(ValueError, match=words):
                 sources.find_source(str(tmp_path / f'rows.{kind}'))
-    source = sources.find_source(str(tmp_path / 'rows.jsonl'), chat=True, chat_fields=['prompt', 'chosen'])
-    assert texts_of(source)  # and nothing is raised
+    assert len(read_here(tmp_path / 'rows.jsonl', chat=True, chat_fields=['prompt', 'chosen'])[0]) == 3
 
 
 def test_rows_without_a_text_are_refused_with_the_keys_that_read_them(tmp_path):
@@ -684,18 +549,20 @@ def test_nulls_in_the_arguments_of_a_line_of_json_are_kept_and_those_of_columns_
     write_rows(tmp_path / 'rows.jsonl', rows)
     rows.append({'messages': [QA[0], {'role': 'assistant', 'content': 'a', 'name': 'x'}]})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
-    (of_json,), _ = texts_of(sources.find_source(str(tmp_path / 'rows.jsonl')))
-    (of_columns, other), _ = texts_of(sources.find_source(str(tmp_path / 'rows.parquet')))
+    ((of_json,), _, _), ((of_columns, other), _, _) = (
+        read_here(tmp_path / f'rows.{kind}') for kind in ('jsonl', 'parquet')
+    )
     assert json.loads(of_json)['messages'][1]['tool_calls'] == [CALL] and 'null' not in of_columns + other
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_end_shows_an_example_with_what_is_learned_and_peek_shows_whole_ones(folders, tmp_path):
+def test_the_end_shows_an_example_with_what_is_learned_and_peek_shows_whole_ones(tmp_path):
     rows = [{'question': f'What is {n} + 1?' + ' Please.' * 90, 'answer': f'#### {n + 1}'} for n in range(40)]
+    make_tokenizer(tmp_path / 'chatml', CHATML)
     path = write_rows(tmp_path / 'gsm.jsonl', [*rows, {'question': 'q', 'answer': None}])
-    options = (f'--dataset={path}', f'--tokenizer={folders["chatml"]}', '--name=gsm', '--num_proc=1')
+    options = (f'--dataset={path}', f'--tokenizer={tmp_path}/chatml', '--name=gsm', '--num_proc=1')
     printed = prepare(tmp_path, *options).stdout
     assert 'rows are conversations, by their question, answer (--text_field=' in printed
     assert '<|im_start|>assistant\n【#### 1<|im_end|>】\n' in printed
@@ -708,7 +575,7 @@ def test_the_end_shows_an_example_with_what_is_learned_and_peek_shows_whole_ones
         assert window.count('<|im_start|>assistant\n【#### ') == window.count('<|im_end|>】') >= 1
         assert '!!' not in window  # padding
     write_rows(tmp_path / 'text.jsonl', [{'text': f'text {number} ' * 9} for number in range(99)])
-    prepare(tmp_path, f'--dataset={tmp_path}/text.jsonl', f'--tokenizer={folders["chatml"]}', '--name=text')
+    prepare(tmp_path, f'--dataset={tmp_path}/text.jsonl', f'--tokenizer={tmp_path}/chatml', '--name=text')
     mixed = prepare(tmp_path, '--peek=gsm,text').stdout
     assert '--- text, window ' in mixed and '【#### ' in mixed
     error = error_of(tmp_path, *options, '--chat_fields=question,answer', '--chat=False')

@@ -1,6 +1,5 @@
 """Rows and files that tests/fuzz.py has drawn, and that once were learned wrong or ended in a traceback."""
 
-import collections
 import gzip
 import io
 import json
@@ -10,6 +9,7 @@ import numpy as np
 import pyarrow
 import pytest
 from chats import CHATML, encoder_of, make_tokenizer
+from prepared import read_here, write_stream
 
 from system import errors
 from text import chat_rows, documents, sources
@@ -17,25 +17,12 @@ from text import chat_rows, documents, sources
 LFS = b'version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n'
 
 
-def read(path, text_field=None):
-    """(documents, notes) of a file or folder, as prepare_data.py reads it."""
-    source, notes = sources.find_source(str(path), text_field), collections.Counter()
-    pieces = [piece for unit in documents.units_of(source) for piece in unit.pieces]
-    return [text for piece in pieces for text in documents.documents_of(piece, text_field, notes)], notes
-
-
 def refusal(path, text_field=None):
     """The message with which a file or folder is refused."""
     with pytest.raises((ValueError, OSError)) as refused:
-        read(path, text_field)
+        read_here(path, text_field)
     assert errors.is_users_mistake(refused.value) and '\n' not in str(refused.value)
     return str(refused.value)
-
-
-def write_arrow(path, table):
-    with pyarrow.OSFile(str(path), 'wb') as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
-        stream.write_table(table)
-    return path
 
 
 def test_tools_and_calls_that_are_none_are_a_reason():
@@ -60,17 +47,17 @@ def test_a_text_with_the_mark_for_control_tokens_is_refused(tmp_path):
 
 def test_half_a_character_is_counted_or_leaves_its_row_out(tmp_path):
     (tmp_path / 'a.jsonl').write_text('{"text": "a\\ud83d"}\n{"text": "b"}\n')
-    texts, notes = read(tmp_path / 'a.jsonl')
-    assert texts == [b'a?', b'b'] and [(count, 'surrogates' in note) for note, count in notes.items()] == [(1, True)]
+    texts, notes, _ = read_here(tmp_path / 'a.jsonl')
+    assert texts == ['a?', 'b'] and [(count, 'surrogates' in note) for note, count in notes.items()] == [(1, True)]
     (tmp_path / 'a.csv').write_bytes(b'text\na\xed\xa0\xbd\nb\n')
-    texts, notes = read(tmp_path / 'a.csv')
-    assert texts == [b'b'] and [(count, 'not UTF-8' in note) for note, count in notes.items()] == [(1, True)]
+    texts, notes, _ = read_here(tmp_path / 'a.csv')
+    assert texts == ['b'] and [(count, 'not UTF-8' in note) for note, count in notes.items()] == [(1, True)]
 
 
 @pytest.mark.parametrize('names', [['text'], ['question', 'answer']], ids=['texts', 'conversations'])
 @pytest.mark.parametrize('harm', ['utf8', 'offsets'])
 def test_a_damaged_column_is_one_line(harm, names, tmp_path):
-    path = write_arrow(tmp_path / 'a.arrow', pyarrow.table(dict.fromkeys(names, ['good', 'text'])))
+    path = write_stream(tmp_path / 'a.arrow', pyarrow.table(dict.fromkeys(names, ['good', 'text'])))
     before, after = {
         'utf8': (b'text', b't\xff\xfft'),
         'offsets': (np.array([0, 4, 8], dtype='<i4').tobytes(), np.array([0, 4, -2], dtype='<i4').tobytes()),
@@ -84,32 +71,25 @@ def test_a_damaged_column_is_one_line(harm, names, tmp_path):
 @pytest.mark.parametrize('name', ['a.txt', 'a.md', 'a.jsonl', 'a.csv.gz'])
 def test_packed_data_and_pointers_are_not_learned_whatever_they_are_called(name, tmp_path):
     pack = gzip.compress if name.endswith('.gz') else bytes
-    for data, reason in (
-        (b'BZh91AY&SYabc', 'bzip2'),
-        (b'\x28\xb5\x2f\xfdabc', 'zstd'),
-        (b'PK\x03\x04abc', 'zip'),
-        (LFS, 'git lfs pull'),
-    ):
+    packed = {b'BZh91AY&SY': 'bzip2', b'\x28\xb5\x2f\xfdabc': 'zstd', b'PK\x03\x04abc': 'zip', LFS: 'git lfs pull'}
+    for data, reason in packed.items():
         (tmp_path / name).write_bytes(pack(data))
         assert reason in refusal(tmp_path / name)
-
-
-def test_a_pointer_in_place_of_a_packed_file_is_called_one(tmp_path):
-    (tmp_path / 'a.jsonl.zst').write_bytes(LFS)
+    (tmp_path / 'a.jsonl.zst').write_bytes(LFS)  # in place of a packed file
     assert 'git lfs pull' in refusal(tmp_path / 'a.jsonl.zst')
 
 
 def test_a_saved_dataset_without_its_state_is_still_one(tmp_path):
-    write_arrow(tmp_path / 'data-00000-of-00001.arrow', pyarrow.table({'text': ['a', 'b']}))
+    write_stream(tmp_path / 'data-00000-of-00001.arrow', pyarrow.table({'text': ['a', 'b']}))
     (tmp_path / 'dataset_info.json').write_text(json.dumps({'description': 'no text of it', 'license': 'MIT'}))
-    assert read(tmp_path) == ([b'a', b'b'], {})
+    assert read_here(tmp_path)[:2] == (['a', 'b'], {})
 
 
 @pytest.mark.parametrize('name', ['../secret.arrow', '/secret.arrow', 3, None])
 def test_a_saved_dataset_names_no_files_outside_of_its_folder(name, tmp_path):
-    write_arrow(tmp_path / 'secret.arrow', pyarrow.table({'text': ['a']}))
+    write_stream(tmp_path / 'secret.arrow', pyarrow.table({'text': ['a']}))
     (tmp_path / 'set').mkdir()
-    write_arrow(tmp_path / 'set' / 'data.arrow', pyarrow.table({'text': ['b']}))
+    write_stream(tmp_path / 'set' / 'data.arrow', pyarrow.table({'text': ['b']}))
     (tmp_path / 'set' / 'state.json').write_text(json.dumps({'_data_files': [{'filename': name}]}))
     assert r'state.json: _data_files[0].filename: found ' in refusal(tmp_path / 'set')
     (tmp_path / 'set' / 'dataset_dict.json').write_text(json.dumps({'splits': [name]}))
@@ -159,11 +139,9 @@ def test_a_conversation_with_a_tower_of_aliases_is_left_out(tmp_path, monkeypatc
     said = '- messages: [{role: user, content: hi}, {role: assistant, content: hello}]\n'
     for levels, left_out in ((3, 0), (5, 1)):
         (tmp_path / 'a.yaml').write_text(said + said + ''.join(f'  {line}\n' for line in tower(levels)))
-        source, notes = sources.find_source(str(tmp_path / 'a.yaml')), collections.Counter()
-        (piece,) = [piece for unit in documents.units_of(source) for piece in unit.pieces]
-        rows = [*documents.documents_of(piece, None, notes, chat_rows.conversation_of)]
+        rows, notes, _ = read_here(tmp_path / 'a.yaml')
         assert len(rows) == 2 - left_out and notes.total() == left_out
-    texts, notes = read(tmp_path / 'a.yaml', 'messages')  # as text, each part is read once
+    texts, notes, _ = read_here(tmp_path / 'a.yaml', 'messages')  # as text, each part is read once
     assert not any('JSON' in note for note in notes)
 
 
@@ -171,8 +149,8 @@ def test_a_conversation_with_a_tower_of_aliases_is_left_out(tmp_path, monkeypatc
 def test_yaml_that_takes_hours_or_the_stack_is_left_out_with_a_line(text, tmp_path):
     (tmp_path / 'a.yaml').write_text(f'{text}\n')
     (tmp_path / 'b.txt').write_text('good')
-    texts, notes = read(tmp_path)
-    assert texts == [b'good'] and ['not YAML, left out' in note for note in notes] == [True]
+    texts, notes, _ = read_here(tmp_path)
+    assert texts == ['good'] and ['not YAML, left out' in note for note in notes] == [True]
 
 
 def test_large_yaml_is_refused_before_it_is_read(tmp_path, monkeypatch):

@@ -14,8 +14,7 @@ import requests
 import tiktoken
 import transformers
 from fuzzing.cases import small_tokenizer
-from launch import SHARED
-from prepared import error_of
+from prepared import CACHE, error_of, needs_gpt2
 from tokenizers import Tokenizer, processors
 
 from text import encoding
@@ -44,8 +43,6 @@ TEXTS = [
     f'a literal {END_OF_TEXT} in a text',
     ' ' * 5000 + 'x' * 5000 + '\r\n' * 500,
 ]
-CACHE = SHARED / 'tiktoken_cache'
-needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
 
 
 @pytest.fixture(scope='module')
@@ -73,24 +70,12 @@ def tokenizers(bpe_folder, hugging_face_folder):
     return [load_tokenizer('bytes'), load_tokenizer('bpe', bpe_folder), load_tokenizer(str(hugging_face_folder))]
 
 
-def test_decoding_gives_the_text_back(tokenizers):
+def test_texts_come_back_and_no_text_gives_the_end_of_text_token(tokenizers):
     for tokenizer in tokenizers:
-        for text in TEXTS:
-            assert tokenizer.decode(tokenizer.encode(text)) == text, tokenizer.name
-
-
-def test_encode_batch_gives_the_ids_of_encode_as_arrays(tokenizers):
-    for tokenizer in tokenizers:
+        assert 0 <= tokenizer.eot < tokenizer.vocab_size and tokenizer.decode([tokenizer.eot]) == END_OF_TEXT
         for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
             assert isinstance(ids, np.ndarray) and ids.tolist() == tokenizer.encode(text), tokenizer.name
-
-
-def test_all_ids_lie_below_vocab_size_and_no_text_gives_the_end_of_text_token(tokenizers):
-    for tokenizer in tokenizers:
-        ids = np.concatenate(tokenizer.encode_batch(TEXTS))
-        assert ids.max() < tokenizer.vocab_size and 0 <= tokenizer.eot < tokenizer.vocab_size
-        assert tokenizer.eot not in ids, tokenizer.name
-        assert tokenizer.decode([tokenizer.eot]) == END_OF_TEXT
+            assert tokenizer.decode(ids) == text and ids.max() < tokenizer.vocab_size and tokenizer.eot not in ids
 
 
 def test_a_trained_bpe_has_the_size_asked_for_and_depends_on_the_texts_alone(bpe_folder, tmp_path, monkeypatch):
@@ -120,17 +105,10 @@ def test_tiktoken_runs_a_trained_bpe_with_the_ids_of_the_tokenizers_library(bpe_
 
 
 def test_a_dataset_names_its_tokenizer(bpe_folder, hugging_face_folder, tmp_path):
-    for facts, file in (
-        (describe('bytes', 0), None),
-        (describe('bpe', 600), bpe_folder / 'tokenizer.json'),
-        (describe(str(hugging_face_folder), 0), hugging_face_folder / 'tokenizer.json'),
-    ):
-        folder = tmp_path / facts['name']
-        folder.mkdir()
-        (folder / 'meta.json').write_text(json.dumps({'tokenizer': facts}))
-        if file:
-            shutil.copy(file, folder)
-        tokenizer = tokenizer_of(folder)
+    named = {('bytes', 0): None, ('bpe', 600): bpe_folder, (str(hugging_face_folder), 0): hugging_face_folder}
+    for (name, size), model in named.items():
+        facts = describe(name, size)
+        tokenizer = tokenizer_of(folder_of(tmp_path / facts['name'], model, facts))
         assert tokenizer.name == facts['name']
         assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
 
@@ -223,33 +201,34 @@ def test_the_end_of_text_is_found_where_models_of_the_hub_name_it(files, hugging
     assert describe(folder, 0)['eot_text'] == '<|eot_id|>'
 
 
-def test_a_file_that_asks_for_truncation_cuts_no_text(hugging_face_folder, tmp_path):
+def test_a_file_that_asks_for_truncation_cuts_no_text_and_ids_with_gaps_lie_below_vocab_size(
+    hugging_face_folder, tmp_path
+):
     content = json.loads((hugging_face_folder / 'tokenizer.json').read_text())
     content['truncation'] = {'direction': 'Right', 'max_length': 8, 'strategy': 'LongestFirst', 'stride': 0}
-    (tmp_path / 'tokenizer.json').write_text(json.dumps(content))
-    tokenizer = FileTokenizer(tmp_path / 'tokenizer.json', END_OF_TEXT)
-    assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
-
-
-def test_ids_with_gaps_lie_below_vocab_size(hugging_face_folder, tmp_path):
-    content = json.loads((hugging_face_folder / 'tokenizer.json').read_text())
     content['model']['vocab']['a token behind a gap'] = 4999
     (tmp_path / 'tokenizer.json').write_text(json.dumps(content))
-    assert FileTokenizer(tmp_path / 'tokenizer.json', END_OF_TEXT).vocab_size == 5000
+    tokenizer = FileTokenizer(tmp_path / 'tokenizer.json', END_OF_TEXT)
+    assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0] and tokenizer.vocab_size == 5000
 
 
 # --- a dataset for a model --------------------------------------------------------------------------------------------
 
 
+def folder_of(folder, model, facts, content=None, **more):
+    """A dataset's folder, as far as prepare_data.py writes the tokenizer of `model` into it. content: of the file, if
+    it is another one."""
+    folder.mkdir(exist_ok=True)
+    if content or model:
+        text = json.dumps(content) if content else (Path(model) / 'tokenizer.json').read_text(encoding='utf-8')
+        (folder / 'tokenizer.json').write_text(text, encoding='utf-8')
+    (folder / 'meta.json').write_text(json.dumps({'tokenizer': facts, **more}))
+    return folder
+
+
 @pytest.fixture
 def dataset(hugging_face_folder, tmp_path):
-    """A dataset folder, as far as prepare_data.py writes the tokenizer into it."""
-    folder = tmp_path / 'dataset'
-    folder.mkdir()
-    shutil.copy(hugging_face_folder / 'tokenizer.json', folder)
-    meta = {'tokenizer': describe(str(hugging_face_folder), 0), 'source': {'name': 'my_texts/'}}
-    (folder / 'meta.json').write_text(json.dumps(meta))
-    return folder
+    return folder_of(tmp_path / 'dataset', hugging_face_folder, describe(str(hugging_face_folder), 0))
 
 
 def test_a_dataset_fits_the_model_whose_tokenizer_made_it(dataset, bpe_folder, hugging_face_folder, tmp_path):
@@ -259,21 +238,15 @@ def test_a_dataset_fits_the_model_whose_tokenizer_made_it(dataset, bpe_folder, h
     content = json.loads((other / 'tokenizer.json').read_text())
     (other / 'tokenizer.json').write_text(json.dumps(content, indent=7))
     check_same_tokenizer(dataset, other)
-    (tmp_path / 'bpe').mkdir()
-    (tmp_path / 'bpe' / 'meta.json').write_text(json.dumps({'tokenizer': describe('bpe', 600)}))
-    shutil.copy(bpe_folder / 'tokenizer.json', tmp_path / 'bpe')
-    check_same_tokenizer(tmp_path / 'bpe', hugging_face_folder)
+    check_same_tokenizer(folder_of(tmp_path / 'bpe', bpe_folder, describe('bpe', 600)), hugging_face_folder)
 
 
 def written_anew(folder, change, to, name='bpe'):
     """A dataset's folder, with the tokenizer.json of another after change(its content)."""
-    to.mkdir()
+    facts = {'name': name} if name == 'bpe' else {'name': name, 'eot_text': END_OF_TEXT}
     content = json.loads((folder / 'tokenizer.json').read_text())
     change(content)
-    (to / 'tokenizer.json').write_text(json.dumps(content))
-    facts = {'name': name} if name == 'bpe' else {'name': name, 'eot_text': END_OF_TEXT}
-    (to / 'meta.json').write_text(json.dumps({'tokenizer': facts}))
-    return to
+    return folder_of(to, folder, facts, content)
 
 
 def swap(content, a=300, b=301):
@@ -315,20 +288,14 @@ def test_a_dataset_for_another_tokenizer_is_refused_with_the_command(dataset, hu
     ends = llama3_files(tmp_path / 'ends', hugging_face_folder, tokenizer_config={'eos_token': '<|eot_id|>'})
     with pytest.raises(ValueError, match=r'ends .*\b0, .*ends .* 600 \(<\|eot_id\|>\)'):
         check_same_tokenizer(dataset, ends)
-    bytes_folder = tmp_path / 'bytes'
-    bytes_folder.mkdir()
-    (bytes_folder / 'meta.json').write_text('{"tokenizer": {"name": "bytes"}}')
     with pytest.raises(ValueError, match='bytes .*other tokens'):
-        check_same_tokenizer(bytes_folder, hugging_face_folder)
+        check_same_tokenizer(folder_of(tmp_path / 'bytes', None, {'name': 'bytes'}), hugging_face_folder)
 
 
 def test_conversations_need_the_same_special_tokens(dataset, hugging_face_folder, tmp_path):
     with_turns = llama3_files(tmp_path / 'turns', hugging_face_folder, tokenizer_config={'eos_token': END_OF_TEXT})
-    shutil.copy(Path(with_turns) / 'tokenizer.json', dataset)
-    meta = {'tokenizer': describe(with_turns, 0)}
-    (dataset / 'meta.json').write_text(json.dumps(meta))
-    check_same_tokenizer(dataset, hugging_face_folder)
-    (dataset / 'meta.json').write_text(json.dumps({**meta, 'masked': True}))
+    check_same_tokenizer(folder_of(dataset, with_turns, describe(with_turns, 0)), hugging_face_folder)
+    folder_of(dataset, with_turns, describe(with_turns, 0), masked=True)
     with pytest.raises(ValueError, match=r'special token <\|eot_id\|>'):
         check_same_tokenizer(dataset, hugging_face_folder)
 
@@ -341,9 +308,8 @@ def test_what_cannot_be_compared_is_not(dataset, hugging_face_folder, tmp_path):
 
 
 def test_a_model_without_tokenizer_is_named_with_the_command_that_checks_it(dataset, tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r'no_model .*tokenizer.json.*`python download_model.py --model=.*no_model`'
-    ):
+    command = '`python download_model.py --model=.*no_model`'
+    with pytest.raises(FileNotFoundError, match=f'no_model .*tokenizer.json.*{command}'):
         check_same_tokenizer(dataset, tmp_path / 'no_model')
 
 
@@ -376,12 +342,8 @@ def test_gpt2_encodes_as_openai_published(cache):
     assert tokenizer.encode_batch([END_OF_TEXT])[0].tolist() == [27, 91, 437, 1659, 5239, 91, 29]
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@needs_gpt2
-def test_fetching_verifies_the_files_that_are_there(cache):
-    folder, tokenizer = fetch_tokenizer('gpt2', 'unused')
-    assert folder == str(cache) and tokenizer.vocab_size == 50257
+    folder, fetched = fetch_tokenizer('gpt2', 'unused')  # which verifies the files that are there
+    assert folder == str(cache) and fetched.vocab_size == 50257
 
 
 @needs_gpt2
@@ -441,13 +403,12 @@ def digits_apart(bpe_folder, tmp_path):
 
 
 def test_a_class_of_transformers_that_replaces_parts_of_the_file_is_named_with_the_mend(digits_apart):
-    with pytest.raises(
-        ValueError, match='GPT2Tokenizer .*"tokenizer_class": "PreTrainedTokenizerFast".*tokenizer_conf'
-    ):
+    set_it = '"tokenizer_class": "PreTrainedTokenizerFast"'
+    with pytest.raises(ValueError, match=f'GPT2Tokenizer .*{set_it}.*tokenizer_config'):
         load_transformers_tokenizer(digits_apart)
     (digits_apart / 'text.txt').write_text('some text\n')
     line = error_of(digits_apart, f'--dataset={digits_apart}/text.txt', f'--tokenizer={digits_apart}', '--num_proc=1')
-    assert '"tokenizer_class": "PreTrainedTokenizerFast"' in line and not list(digits_apart.glob('data/*'))
+    assert set_it in line and not list(digits_apart.glob('data/*'))
     edited(digits_apart / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast')
     theirs = load_transformers_tokenizer(digits_apart)
     assert theirs.encode('12345') == load_tokenizer(str(digits_apart)).encode('12345')
@@ -473,9 +434,7 @@ def test_a_model_of_sentencepiece_alone_is_one_line_with_the_mend(hugging_face_f
     (tmp_path / 'tokenizer.json').unlink()
     (tmp_path / 'tokenizer.model').write_text('x')
     for load in (load_transformers_tokenizer, lambda folder: describe(str(folder), 0)):
-        with pytest.raises(
-            (ValueError, FileNotFoundError), match='tokenizer.model.*save_pretrained.*pip install sentencep'
-        ):
+        with pytest.raises((ValueError, OSError), match='tokenizer.model.*save_pretrained.*pip install sentencep'):
             load(tmp_path)
 
 
@@ -486,10 +445,8 @@ def test_a_text_that_spells_a_special_token_is_ordinary_also_where_that_is_a_wor
     tokenizer.save(str(tmp_path / 'tokenizer.json'))
     ours = FileTokenizer(tmp_path / 'tokenizer.json', '</s>')
     for text in ('time</s>and', '</s>', ' <s> </s>\n'):
-        assert not {*ours.encode(text), *ours.encode_batch([text])[0].tolist()} & {
-            ours.eot,
-            tokenizer.token_to_id('<s>'),
-        }
+        ids = [*ours.encode(text), *ours.encode_batch([text])[0]]
+        assert ours.eot not in ids and tokenizer.token_to_id('<s>') not in ids
     assert ours.decode(ours.encode('time</s>and')).strip() == 'time</s>and'
 
 
@@ -524,17 +481,14 @@ def test_bos_stands_before_each_document_where_the_tokenizer_puts_it(with_bos, t
 
 
 def test_a_dataset_without_the_bos_of_the_model_is_noted(with_bos, tmp_path):
-    dataset = tmp_path / 'data'
-    dataset.mkdir()
-    shutil.copy(with_bos / 'tokenizer.json', dataset)
     facts = describe(str(with_bos), 0)
-    (dataset / 'meta.json').write_text(json.dumps({'tokenizer': facts}))
+    dataset = folder_of(tmp_path / 'data', with_bos, facts)
     assert check_same_tokenizer(dataset, with_bos) == [] and tokenizer_of(dataset).bos == [600]
     del facts['bos_text']  # as earlier versions made it
-    (dataset / 'meta.json').write_text(json.dumps({'tokenizer': facts}))
+    folder_of(dataset, with_bos, facts)
     (note,) = check_same_tokenizer(dataset, with_bos)
     assert '<s> before ' in note and f'--tokenizer={with_bos}' in note and tokenizer_of(dataset).bos == []
-    (dataset / 'meta.json').write_text(json.dumps({'tokenizer': facts, 'masked': True}))
+    folder_of(dataset, with_bos, facts, masked=True)
     assert check_same_tokenizer(dataset, with_bos) == []  # the chat template writes it
 
 
@@ -558,10 +512,8 @@ def test_an_end_that_the_tokenizer_puts_behind_a_text_is_not_part_of_a_task(with
 
 def test_ids_in_the_gaps_of_an_encoding_are_decoded_as_unknown():
     ranks = {bytes([byte]): byte for byte in range(256)}
-    encoding_with_gap = tiktoken.Encoding(
-        'gap', pat_str='.', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 300}
-    )
-    assert TiktokenTokenizer(encoding_with_gap).decode([97, 280, 98]) == 'a\ufffdb'
+    with_gap = tiktoken.Encoding('gap', pat_str='.', mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 300})
+    assert TiktokenTokenizer(with_gap).decode([97, 280, 98]) == 'a\ufffdb'
 
 
 def test_a_model_of_whole_documents_reads_a_text_behind_the_end_of_another():
