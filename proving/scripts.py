@@ -112,8 +112,8 @@ def noting_gaps(gaps):
 
 @contextlib.contextmanager
 def same_answers(path, reward=lambda answer: answer.reward):
-    """A context in which train_grpo.py keeps its answers in a file, or, where there is one, learns from those. reward:
-    what an Answer is worth."""
+    """A context in which train_grpo.py or train_distill.py keeps its answers in a file, or, where there is one, learns
+    from those. reward: what an Answer is worth."""
     steps = torch.load(path, weights_only=False) if os.path.exists(path) else []
     known, write = len(steps), rollouts.write_groups
 

@@ -2,7 +2,7 @@
 Trains the same with two versions of this code, and compares every digit: losses, norms, weights, moments, and what the
 logs say. For changes that move code and must not change a number.
 
-    python tests/golden.py --against=HEAD~1            # 33 commands, 20 minutes on two cores
+    python tests/golden.py --against=HEAD~1            # 34 commands, 20 minutes on two cores
     python tests/golden.py --against=HEAD~1 -k tensor  # those whose names contain it
     python tests/golden.py --against=HEAD~1 --logs     # lines of the logs must be equal, too
 
@@ -95,6 +95,18 @@ COMMANDS = {  # name: (ranks, script, keys); a key that is given twice counts as
         2,
         'train_grpo.py',
         [*PROMPTS, '--num_iterations=2', '--loss_type=dr_grpo', '--strategy=fsdp'],
+    ),
+    'distill, by turns, fsdp': (
+        2,
+        'train_distill.py',
+        [
+            *PROMPTS,
+            '--teacher=MATERIAL/teacher',
+            '--on_policy=0.5',
+            '--beta=0.5',
+            '--temperature=0.8',
+            '--strategy=fsdp',
+        ],
     ),
 }
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', '--batch_size=1', '--global_batch_size=12']
@@ -203,9 +215,10 @@ def checkout(revision, folder):
 
 
 def make_material(folder):
-    """Text, chats, pairs, prompts, and the folder of a model, for both versions."""
+    """Text, chats, pairs, prompts, and the folders of a model and its teacher, for both versions."""
     prepare_tiny(folder)
     save_model(folder / 'model', 'llama_64')
+    save_model(folder / 'teacher', 'llama_64', draw=1)
     turns = [('user', 'What is {0} and {0}?'), ('assistant', 'It is {1}, as you can count.')]
     rows = [{'messages': messages_of((role, said.format(n, 2 * n)) for role, said in turns)} for n in range(80)]
     source = write_rows(folder / 'chats.jsonl', rows)

@@ -12,8 +12,8 @@ ended. More keys of a case, all of them optional:
                                          rank reads a tensor from the first step on, and at which lines
     "on_cuda": true                      lets the model compute by the branches and the kernels of a GPU (on_cuda.py)
     "profiles": true                     profiles a step, as runs do, which costs as much as several of their steps
-    "answers": FILE                      train_grpo.py: all runs with this file learn from the answers that the first of
-                                         them has written
+    "answers": FILE                      train_grpo.py, train_distill.py: all runs with this file learn from the answers
+                                         that the first of them has written
     "may_fail": true                     on one rank: an error ends this run alone, and is its result ("error")
     "save_again": {CHECKPOINT: FOLDER}   after the run, loads each of these checkpoints and saves it into that folder
 

@@ -53,6 +53,7 @@ RING, MANUAL, PACKED = '--context_parallel=2', '--fsdp_impl=manual', '--windows=
 FSDP = '--strategy=fsdp'
 PAIRS = ['--dataset=pairs', '--block_size=64']
 REWARDS = ['--prompts=PROMPTS', '--prompts_per_step=4', '--num_generations=4']
+TAUGHT = [*REWARDS, '--teacher=TEACHER', '--beta=0.5']
 NF4 = ['--lora_rank=4', '--frozen_dtype=nf4']
 LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of the layout)
     'ring': (['gpt'], 2, ['train_parallel.py', RING]),
@@ -80,6 +81,8 @@ LAYOUTS = {  # (model and keys of what is computed, ranks, script and keys of th
     'preferences, native, manual': (['llama_64', *PAIRS, '--native=True'], 2, ['train_dpo.py', FSDP, MANUAL]),
     'rewards': (['llama_64', *REWARDS], 1, ['train_grpo.py']),
     'rewards, nf4': (['mistral_64', *REWARDS, *NF4], 2, ['train_grpo.py', FSDP]),
+    'distillation': (['llama_64', *TAUGHT], 1, ['train_distill.py']),
+    'distillation, nf4': (['mistral_64', *TAUGHT, '--teacher_dtype=nf4'], 2, ['train_distill.py', FSDP]),
     'rewards, native': (['llama_64', *REWARDS, '--native=True'], 2, ['train_grpo.py', FSDP, MANUAL, '--zero_stage=2']),
 }
 # Half precision has all kernels but one, which is the ring's: the short suite runs float32 there alone.
@@ -116,6 +119,7 @@ def start_of(tmp_path_factory):
     and pairs."""
     folder = tmp_path_factory.mktemp('on_cuda')
     models = {model: save_model(folder / model, model) for model in [*AXES['model'][1:], 'granite_64', 'mixtral_64']}
+    teacher = save_model(folder / 'teacher', 'llama_64', draw=1)
     weights = load_file(folder / 'mixtral_64' / 'model.safetensors')
     let_tokens_choose(weights, 2, embedding='model.embed_tokens.weight', router='gate.weight')
     save_file(weights, folder / 'mixtral_64' / 'model.safetensors', {'format': 'pt'})
@@ -137,7 +141,7 @@ def start_of(tmp_path_factory):
 
     def start_of(model, *keys):
         begin = SCRATCH if model == 'gpt' else [f'--init_from={models[model]}']
-        keys = [key.replace('PROMPTS', f'{folder}/prompts.jsonl') for key in keys]
+        keys = [key.replace('PROMPTS', f'{folder}/prompts.jsonl').replace('TEACHER', teacher) for key in keys]
         return [*RUN, *begin, f'--data_dir={folder}/data', *keys]
 
     return start_of
@@ -226,7 +230,7 @@ def layouts(start_of, tmp_path_factory, has_slow_tests):
     folder, of_ranks = tmp_path_factory.mktemp('layouts'), {}
 
     def add(name, ranks, script, model, *keys, **options):
-        data = [] if script == 'train_grpo.py' else DATA['stream']
+        data = [] if script in ('train_grpo.py', 'train_distill.py') else DATA['stream']
         keys = [*start_of(model, *data, *keys), f'--out_dir={folder / name}']
         options['gradients'] = f'{folder / name}.gradients'
         of_ranks.setdefault(ranks, []).append({'name': name, 'script': script, 'arguments': keys, **options})
@@ -236,7 +240,8 @@ def layouts(start_of, tmp_path_factory, has_slow_tests):
         for place in ('on cuda', 'on cpu'):
             keys = [*computed, *layout, f'--dtype={dtype}']
             # In bfloat16 a near tie would end differently in each run: so all learn from the answers of the first.
-            options = {'answers': f'{folder / name}.{dtype}.answers'} if 'rewards' in name else {}
+            writes = script in ('train_grpo.py', 'train_distill.py')
+            options = {'answers': f'{folder / name}.{dtype}.answers'} if writes else {}
             add(f'{place}, {name}, {dtype}', ranks, script, *keys, on_cuda=place == 'on cuda', **options)
         if name != 'float8':
             options |= {'float64': True}
