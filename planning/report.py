@@ -172,6 +172,7 @@ def out_of_memory_advice(config, world_size, strategy, also_held=None):
     divide = 'set' if 'expert_parallel' in config else 'use train_parallel.py'
     fewer_bits = 'bfloat16' if layout.tensor > 1 else 'int8'  # a cut would divide int8's blocks
     state_helps = {  # frozen weights have no state
+        'set --teacher_dtype=nf4': largest == 'teacher' and not config.get('teacher_dtype'),
         'name a smaller teacher': largest == 'teacher',
         f'{divide} --expert_parallel={together}': largest in ('gathered', 'accumulated', 'reduction')
         and sharing < together,

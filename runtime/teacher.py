@@ -53,7 +53,7 @@ def open_teacher(run):
         raise ValueError(f'{given}: {packs}: name an export of it, or leave teacher_dtype out')
     model = empty_teacher(opened, run)
     parameters, shards = model.parameter_counts()['total'], run.layout.shard if config.strategy == 'fsdp' else 1
-    size = parameters * stored_dtype(run).itemsize
+    size = parameters * (run.compute_dtype if config.strategy == 'ddp' else stored_dtype(run)).itemsize
     if config.teacher_dtype:
         size = sum(parameter.nbytes for parameter in model.parameters())
     run.also_held['teacher'] = size = size // shards
@@ -63,7 +63,8 @@ def open_teacher(run):
 
 
 def stored_dtype(run):
-    """What the teacher's weights are kept in. Half precision is for computing with: fp16 is too narrow to keep."""
+    """What the teacher's weights are kept in under FSDP, which gathers them in the compute dtype. Under DDP they are
+    cast to that once."""
     return torch.bfloat16 if run.compute_dtype == torch.bfloat16 else torch.float32
 
 

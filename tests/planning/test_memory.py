@@ -845,7 +845,9 @@ def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most()
     assert '--strategy=fsdp on several GPUs' in advice and not re.search('train_fsdp|accumulate|cpu_offload', advice)
 
     advice = report.out_of_memory_advice(config | wide.to_dict(), 1, 'ddp', {'teacher': 200e9})
-    assert re.search(r'need 2\d\d\.\d\d GB per rank, most of it teacher: name a smaller teacher, or', advice)
+    assert re.search(
+        r'need 2\d\d\.\d\d GB per rank, most of it teacher: set --teacher_dtype=nf4, or name a smaller', advice
+    )
 
 
 @torch.no_grad()
