@@ -25,6 +25,7 @@ from chats import (
     encoder_of,
     examples_of,
     flags_of,
+    learned_in,
     make_tokenizer,
     messages_of,
     write_rows,
@@ -120,6 +121,17 @@ def learned_in_context(examples, eot):
         for ids, flags, _ in examples
         for place in np.flatnonzero(flags & LEARNED)
     }
+
+
+def test_both_answers_of_a_pair_follow_the_prompts_tokens(chatml):
+    encoder, files = encoder_of(chatml)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chatml)
+    prompt = tokenizer.apply_chat_template(messages_of([('user', 'a')]), add_generation_prompt=True)['input_ids']
+    answers = '\nHello', 'Hello'  # a tokenizer may merge the first with the line end before it
+    pair = encoder.pair(chat_rows.pair_of({'prompt': 'a', 'chosen': answers[0], 'rejected': answers[1]}))
+    for (ids, flags, _), answer in zip(pair, answers, strict=True):
+        assert ids[: len(prompt)].tolist() == prompt
+        assert learned_in(ids, flags, files.decode) == [f'{answer}<|im_end|>']
 
 
 def test_answers_that_only_end_in_another_way_when_they_come_last_are_learned_in_one_example(tmp_path):
