@@ -40,6 +40,7 @@ def run_cases(folder, script, cases, refused, keys_of):
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 ENDS, LONGEST = [*'ABCDEFGHIJKLMNOPQRST'], 8  # what ends an answer, and how many tokens it may have
+STOP = [*ENDS, '<|im_start|>']  # the last is a special token, 257, of which a text shows nothing
 
 
 def rollouts_of(out):
@@ -64,7 +65,7 @@ def written(model, prompt, generator, temperature):
         ends = probabilities.cumsum(-1)
         ids.append(tokens[(ends <= torch.rand((), generator=generator) * ends[-1]).sum()].item())
         text = text_of(ids)
-        if ids[-1] == 258 or any(end in text for end in ENDS):
+        if ids[-1] in (257, 258) or any(end in text for end in ENDS):
             return ids, re.split(f'[{"".join(ENDS)}]', text)[0], True
     return ids, text_of(ids), False
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import expert_manual
 import moments
 import optim
-from layout import Ranks, Share
+from layout import Ranks, Share, Slice
 from model import GPT, ModelConfig
 from planning import memory, sizes
 from runtime import checkpoint, checkpoint_saver
@@ -128,6 +128,13 @@ def test_chance_is_the_hash_and_is_spread_evenly():
     uniform = bits.double() / 2**16 - 0.5
     for a, b in ((uniform[:, 1:], uniform[:, :-1]), (uniform[1:], uniform[:-1]), (uniform[:, 40:], uniform[:, :-40])):
         assert abs((a * b).mean() * 12) < 5 / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize('part', [Slice((6, 8), 1, ((4, 4),)), Slice((6, 8), 0, ((1, 2), (4, 1))), None])
+def test_noise_is_that_of_the_whole_parameter_also_where_it_is_cut(part):
+    whole = torch.arange(6 * 8).view(6, 8)  # each number says where it lies
+    mine = part.of(whole) if part else whole
+    assert moments.first_of_lines(mine, part).tolist() == mine[:, 0].tolist()
 
 
 def test_rounding_by_chance_goes_to_a_neighbor_and_is_right_in_the_mean():

@@ -138,16 +138,18 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_and_touches_nothing(runs
 
 def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir):
     out_dir = runs / 'killed'
-    keys = arguments(data_dir, out_dir, '--max_iters=20')
+    command = case('manual', data_dir, out_dir, *NOISY)
     hang = {'kind': 'hang', 'rank': 0, 'step': 3 * 15}  # 3 micro-steps per step; it cannot end before it is killed
-    job = Job('train_ddp.py', keys, 2, runs / 'killed.log', fault=hang)
+    job = Job(command['script'], command['arguments'], 2, runs / 'killed.log', fault=hang)
     job.wait_for((out_dir / 'checkpoints' / 'step_00000010').exists)
     send(job.pid)  # the launcher: its ranks end with it
     job.wait()
-    said = run_forked('train_ddp.py', *keys, nproc=2, log=runs / 'again.log')
+    said = run_forked(command['script'], *command['arguments'], nproc=2, log=runs / 'again.log')
     assert 'resuming' in said
-    assert_same_weights(out_dir, runs / 'ddp', 20)
+    assert_same_weights(out_dir, runs / 'manual_noisy', 20)
     assert column(out_dir, 'step') == list(range(1, 21))
+    again, whole = (checkpoint.read_state(checkpoint_of(path, 20)) for path in (out_dir, runs / 'manual_noisy'))
+    assert again['scaler'] == whole['scaler']
 
 
 def test_a_finished_run_says_so_and_a_larger_max_iters_continues_it(runs, data_dir):

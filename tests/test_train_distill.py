@@ -15,7 +15,7 @@ import torch.distributed as dist
 from chats import write_rows
 from launch import fork_script, function_of, run_function, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics
-from post_training import ENDS, LONGEST, ids_of, rollouts_of, run_cases, written
+from post_training import LONGEST, STOP, ids_of, rollouts_of, run_cases, written
 from precision import assert_as_close_to_float64, assert_same_run
 from pretrained import save_model
 from short import slow_but
@@ -44,7 +44,7 @@ OF_TOKENS = 'loss entropy teacher_entropy'.split()
 
 def rows_of_prompts(n=20):
     return [
-        {'prompt': f'{number}' * (1 + number % 3) + ':', 'stop': ENDS, 'max_new_tokens': LONGEST} for number in range(n)
+        {'prompt': f'{number}' * (1 + number % 3) + ':', 'stop': STOP, 'max_new_tokens': LONGEST} for number in range(n)
     ]
 
 

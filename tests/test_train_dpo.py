@@ -628,6 +628,10 @@ def test_pairs_of_a_tokenizer_without_a_template(folder):
     (source,) = mixture.sources
     assert source.n_targets.sum() == 20 and mixture.has_starts
     assert f'the longest pair, both answers with their prompts, has {source.longest} tokens' in said
+    keys |= {'block_size': source.longest - 1}  # which that pair just fills
+    assert (
+        data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream'}, 'train').sources[0].n_targets.sum() == 20
+    )
     unpacked = data.open_mixture({**keys, 'vocab_size': None, 'windows': 'stream', 'packing': False}, 'train')
     assert unpacked.n_windows == 20 and unpacked.sources[0].n_targets.tolist() == [1] * 20 and unpacked.has_starts
 

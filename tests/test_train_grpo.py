@@ -14,8 +14,8 @@ from chats import write_rows
 from launch import function_of, run_function, run_many
 from outputs import as_of_step, assert_same_rows, assert_same_weights, column, metrics
 from post_training import (
-    ENDS,
     LONGEST,
+    STOP,
     as_ours,
     assert_equal_to_trl,
     ids_of,
@@ -55,8 +55,8 @@ RUN += [
 RUN += ['--optimizer=sgd', '--learning_rate=0.3', '--lr_schedule=constant', '--log_interval=1', '--compile=False']
 RUN += ['--checkpoint_interval=2']
 OF_ANSWERS = 'reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio'.split()
-RIGHT = [*'abcdefghijklmnop']  # right has a letter of these before one of ENDS
-TASK = {'answer': RIGHT, 'rule': 'contains', 'stop': ENDS, 'max_new_tokens': LONGEST}
+RIGHT = [*'abcdefghijklmnop']  # right has a letter of these before one of STOP
+TASK = {'answer': RIGHT, 'rule': 'contains', 'stop': STOP, 'max_new_tokens': LONGEST}
 LARGEST = 16 * np.spacing(np.float32(5)).item()  # what rounding may change of a log-probability: all are near -5
 OWN_REWARD = """
 def vowels(text, row):
@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
     write_rows(folder / 'prompts.jsonl', rows_of_prompts())
     write_rows(folder / 'choices.jsonl', [{'context': 'a', 'choices': ['b', 'c'], 'gold': 0}])
     write_rows(folder / 'long.jsonl', [{'prompt': 'a' * BLOCK, **TASK}])
-    free = {'likes': 'aeiou', 'stop': ENDS, 'max_new_tokens': LONGEST}
+    free = {'likes': 'aeiou', 'stop': STOP, 'max_new_tokens': LONGEST}
     write_rows(folder / 'free.jsonl', [{'prompt': row['prompt'], **free} for row in rows_of_prompts()])
     for name, function in (('own', OWN_REWARD), ('changed', OWN_REWARD.replace('4', '5')), ('fails', FAILS)):
         (folder / f'{name}.py').write_text(function)

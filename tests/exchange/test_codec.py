@@ -1,12 +1,14 @@
-"""exchange/codec.py: what becomes of numbers when they are sent, beside float64 references made from the formulas."""
+"""exchange/codec.py: what becomes of numbers when they are sent, beside float64 references made from the formulas. And
+what collectives.py sends in several messages."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from precision import apart
 
-from exchange import codec
+from exchange import codec, collectives
 
 
 def random(*shape, seed=0):
@@ -71,3 +73,13 @@ def test_a_payload_is_read_back_from_between_other_bytes(dtype):
     payload = codec.encode(random(2, codec.BLOCKS.get(dtype, 256)), dtype)
     framed = torch.cat((torch.zeros(2, 8, dtype=torch.uint8), payload), dim=1)
     assert torch.equal(codec.decode(framed[:, 8:], dtype), codec.decode(payload, dtype))
+
+
+@pytest.mark.parametrize('segments', [1, 2, 5])
+def test_a_long_message_is_whole_as_all_its_segments_are_waited_for(monkeypatch, segments):
+    def send(target, source, group, async_op):  # arrives when it is waited for
+        return SimpleNamespace(wait=lambda: target.copy_(source))
+
+    monkeypatch.setattr(collectives.dist, 'all_to_all_single', send)
+    message = torch.randint(256, (3, segments * collectives.SEGMENT - 5), dtype=torch.uint8)
+    assert collectives.all_to_all(message, None).equal(message)

@@ -245,6 +245,12 @@ def test_another_configuration_is_refused_with_both_values():
         identity.refuse_another(saved, {**same, 'model': {'n_layer': 6}}, keys, {})
     with pytest.raises(ValueError, match=r"data='abc', this run has 'xyz' \(nobody set it\): use another --out_dir"):
         identity.refuse_another(saved, {**same, 'data': 'xyz'}, {'n_layer': 6}, {})
+    stub = SimpleNamespace(to_dict=dict, plan=lambda *_: [])  # for model and data
+    keys = {'max_iters': 9, 'optimizer': 'adamw', 'global_batch_size': 8, 'seed': 1}
+    for key, other in {'optimizer': 'muon', 'global_batch_size': 6, 'seed': 2}.items():
+        then, now = (identity.identity_of(of_run, stub, stub) for of_run in (keys, {**keys, key: other}))
+        with pytest.raises(ValueError, match=f'the checkpoint has {key}={keys[key]!r}, this run has {other!r}'):
+            identity.refuse_another(then, now, {}, {})
 
 
 def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
@@ -750,6 +756,9 @@ def fail_once(out_dir, async_save):
     saver.save(1, raw, optimizer, {})
     if async_save:
         wait([saver.pending])
+    else:
+        with pytest.raises(OSError, match='File too large'):
+            saver.wait()  # as if the run ended here
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     saver.save(2, raw, optimizer, {})
     saver.wait()
@@ -757,7 +766,7 @@ def fail_once(out_dir, async_save):
 
 
 @pytest.mark.parametrize('async_save', [False, True])
-def test_a_failed_save_that_the_last_one_has_made_good_is_no_error_at_the_end(tmp_path, async_save):
+def test_a_failed_save_is_an_error_at_the_end_unless_a_later_one_has_made_it_good(tmp_path, async_save):
     ((failed, saved),) = run_function(1, fail_once, str(tmp_path), async_save)
     assert re.search('step_00000001: .*rank 0: .*File too large', failed)
     assert saved.startswith(f'checkpoint {checkpoint_of(tmp_path, 2)}: ')
