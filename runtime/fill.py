@@ -310,6 +310,11 @@ def cautions(keys, n_windows):
             f'WARNING: patience={keys["patience"]} evaluations, one every eval_interval={keys["eval_interval"]} steps, '
             f'are more than max_iters={max_iters} steps have: the run never ends early'
         )
+    if keys.get('n_experts') and keys['experts_per_token'] == 1 and keys.get('router_normalize'):
+        lines.append(
+            "WARNING: experts_per_token=1 with router_normalize=True: the weight of a token's expert is always 1, so "
+            'the loss teaches the router nothing: use --router_normalize=False'
+        )
     if keys['trace_memory'] and not keys['device'].startswith('cuda'):
         lines.append(f'WARNING: trace_memory=True with device={keys["device"]}: only CUDA records who holds memory')
     if keys['global_batch_size'] > n_windows:

@@ -36,6 +36,10 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     (line,) = fill.cautions({**config, 'trace_memory': True}, n_windows=1000)
     assert re.search('trace_memory=True with device=cpu: only CUDA', line)
     assert fill.cautions({**config, 'trace_memory': True, 'device': 'cuda:1'}, n_windows=1000) == []
+    single = {**config, 'n_experts': 4, 'experts_per_token': 1, 'router_normalize': True}
+    (line,) = fill.cautions(single, n_windows=1000)
+    assert re.search('experts_per_token=1 with router_normalize=True.* --router_normalize=False', line)
+    assert fill.cautions({**single, 'router_normalize': False}, n_windows=1000) == []
     (line,) = fill.cautions({**config, 'patience': 2}, n_windows=1000)
     assert re.search('patience=2 .*eval_interval=500 .*max_iters=1000 .*never ends early', line)
     assert fill.cautions({**config, 'patience': 2, 'eval_interval': 499}, n_windows=1000) == []
