@@ -142,7 +142,8 @@ mask_truncated_completions: `mask_truncated` of train_grpo.py
 steps_per_generation examples_per_step: `prompts_per_step` of train_grpo.py, whose answers all belong to one update
 num_samples: `num_generations` of train_grpo.py; `num_samples` of sample.py
 num_return_sequences: `num_samples` of sample.py
-vllm_importance_sampling_correction vllm_importance_sampling_cap tis_imp_ratio_cap: `sampled_logps=tis`, capped at 2
+vllm_importance_sampling_correction vllm_importance_sampling_cap tis_imp_ratio_cap: `sampled_logps=tis` of
+    train_grpo.py, capped at 2
 use_vllm: not here: each rank writes its own answers between updates; there is no second engine
 kl_coef kl_coeff: not here: no KL term and no reference in train_grpo.py
 teacher_model teacher_model_name_or_path: `teacher` of train_distill.py

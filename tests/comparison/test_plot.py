@@ -36,7 +36,7 @@ def test_plot_of_a_finished_and_a_running_run(tmp_path):
     assert said.splitlines() == lines
     nothing = write_run(tmp_path / 'c', [{'step': 1, 'loss': 3.0}])
     said = run_script('compare.py', '--plot', finished, nothing, cwd=tmp_path, check=False).stderr
-    assert said.splitlines() == [f'[0] error: {nothing}: no row of metrics.jsonl has a loss and the tokens until then']
+    assert said.splitlines() == [f'[0] error: {nothing}: no row of metrics.jsonl has both loss and tokens']
     png = (tmp_path / 'loss.png').read_bytes()
     assert png.startswith(b'\x89PNG') and len(png) > 10_000
 
