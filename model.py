@@ -136,6 +136,11 @@ class ModelConfig:
         return -(-self.vocab_size // 64) * 64
 
     @property
+    def rotary_dim(self):
+        """How many of a head's dimensions rotate."""
+        return int(self.head_dim * self.rotary_share)
+
+    @property
     def llama_style(self):
         """RMSNorm and SwiGLU, rather than LayerNorm and GELU."""
         return self.arch in LLAMA_STYLE
@@ -175,9 +180,9 @@ class ModelConfig:
         self.rope_theta = self.rope_theta or (1e6 if self.arch == 'qwen3' else 1e4)
         self.norm_eps = self.norm_eps or (1e-6 if self.arch == 'qwen3' and not self.attention_gate else 1e-5)
 
-        rotated = int(self.head_dim * self.rotary_share)
-        if self.arch != 'gpt2' and (rotated % 2 or not 0 < rotated <= self.head_dim):
-            share = '' if self.rotary_share == 1 else f' with rotary_share={self.rotary_share}, so {rotated} of them'
+        if self.arch != 'gpt2' and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            share = f' with rotary_share={self.rotary_share}, so {self.rotary_dim} of them'
+            share = '' if self.rotary_share == 1 else share
             raise ValueError(f'head_dim={self.head_dim}{share}: expected an even number, since RoPE rotates pairs')
         if self.arch == 'gpt2' and self.yarn:
             raise ValueError(f'yarn={self.yarn}: the positions of gpt2 are learned, and those beyond are not')
@@ -337,7 +342,7 @@ class RotaryEmbedding:
     """
 
     def __init__(self, config):
-        self.dim = int(config.head_dim * config.rotary_share)  # D in here: a head's other dimensions stay as they are
+        self.dim = config.rotary_dim  # D in here: a head's other dimensions stay as they are
         self.theta, self.block_size = config.rope_theta, config.block_size
         self.yarn, self.llama3_rope = config.yarn, config.llama3_rope
         self.pairs, self.pair_dim = ((-1, 2), -1) if config.arch == 'enoki' else ((2, -1), -2)  # D -> D/2 pairs
